@@ -22,8 +22,8 @@ use train::{Event, Plan, Share, train};
 
 /// Test accuracy that the demo has to reach.
 const REQUIRED_ACCURACY: f32 = 0.95;
-/// Largest difference of a weight to the training in one process. Both do the same arithmetic,
-/// but add the rows' gradients up in another order, and so round differently.
+/// How much a weight may differ between the training in several processes and that in one. Both do the
+/// same arithmetic, but add the gradients of the rows up in different orders, and so round differently.
 const ALLOWED_DIFFERENCE: f32 = 1e-4;
 /// Epochs without `--epochs`.
 const EPOCHS: usize = 30;
@@ -68,7 +68,7 @@ fn plan(epochs: usize) -> Plan {
     }
 }
 
-/// One process of the demo. Only rank 0 writes.
+/// One process of the demo. Only rank 0 prints.
 async fn work(plan: Plan) -> Result<(), BoxError> {
     let data = data::load()?;
     let mut comm = Comm::connect(Rendezvous::from_env()?).await?;
@@ -178,7 +178,7 @@ fn largest_difference(a: &[f32], b: &[f32]) -> f32 {
     differences.max_by(f32::total_cmp).unwrap_or(0.0)
 }
 
-/// What the demo has to show.
+/// The results that the demo prints and checks.
 #[derive(Debug)]
 struct Results {
     /// Whether all ranks have the same weights, bit for bit.

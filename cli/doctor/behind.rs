@@ -1,4 +1,4 @@
-//! Probes with a stream that waits: which others share its hardware queue, and how much it takes.
+//! Probes with a stream that waits: which other streams share its hardware queue, and how many launches it takes before a call blocks.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -10,19 +10,19 @@ use allstream_sys::cuda::CudaError;
 use super::answer::{Answer, listed, show_us, step, us};
 use super::driver::{Aside, Gate, Gpu, Problem, Stream, Word, code, problem, soon};
 
-/// Streams of the usual priority, and of the highest.
+/// How many streams of the usual priority are made, and how many of the highest.
 const STREAMS: usize = 40;
 const URGENT: usize = 12;
-/// No other stream has come to its work for so long: those that are missing are held up.
+/// Once no further stream has come to its work for so long, those that have not are taken to be held up.
 const QUIET: Duration = Duration::from_millis(8);
-/// The same where queues are counted, which is looked at twice: a host that is busy makes streams late, too.
+/// The same time where queues are counted. It is longer, and each stream is tried twice, because a busy host makes streams late, too.
 const SURE: Duration = Duration::from_millis(20);
-/// For looking at all.
+/// After so long no further stream is blocked, if [`LEAST`] have been.
 const LOOK: Duration = Duration::from_millis(1300);
 /// At least so many streams are blocked in turn, however long that takes.
 const LEAST: usize = 8;
 
-/// Streams, a word that one of them waits for, and one that each of them writes.
+/// Streams, a word that the blocked one waits for (`gate`), and a word of each that it writes when it comes to its work (`bells`).
 struct Many {
     streams: Vec<Stream>,
     gate: Gate,
@@ -31,13 +31,13 @@ struct Many {
 }
 
 impl Many {
-    /// Which streams are held up while this one waits, both times.
+    /// Which streams are held up in both of two tries while the stream `blocked` waits.
     fn surely_held_up_by(&mut self, blocked: usize) -> Result<Vec<bool>, Problem> {
         let (first, second) = (self.held_up_by(blocked, SURE)?, self.held_up_by(blocked, SURE)?);
         Ok(first.into_iter().zip(second).map(|(first, second)| first && second).collect())
     }
 
-    /// Which streams are held up while this one waits.
+    /// Which streams are held up while the stream `blocked` waits.
     fn held_up_by(&mut self, blocked: usize, quiet: Duration) -> Result<Vec<bool>, Problem> {
         self.round += 1;
         let round = self.round;
@@ -80,7 +80,7 @@ pub(crate) fn queues(gpu: &'static Gpu) -> Result<Answer, Problem> {
     let is_urgent = |i: usize| i >= STREAMS;
     let start = Instant::now();
     let mut rows: Vec<(usize, Vec<bool>)> = Vec::new();
-    // Of each queue one stream first: one that no stream so far has held up. So all queues are found, also in little time.
+    // First block one stream of each queue: a stream that no earlier one has held up. So all queues are found even in little time.
     for urgent in [false, true] {
         for i in (0..all).filter(|i| is_urgent(*i) == urgent) {
             let known = rows.iter().any(|(by, held)| is_urgent(*by) == urgent && held[i]);
@@ -137,16 +137,16 @@ pub(crate) fn stream_beside(waiting: &Stream, gate: &Gate, round: u32) -> Result
     Ok(found.and_then(|found| streams.into_iter().nth(found)))
 }
 
-/// At most so many launches, and so long.
+/// Work is put on a waiting stream at most so many times, and launches for at most so long.
 const MOST: u32 = 20_000;
 const FILLING: Duration = Duration::from_millis(1000);
 /// An enqueueing call that does not return for so long is blocked.
 const BLOCKED: Duration = Duration::from_millis(250);
 
-/// How many calls a stream took that waits.
+/// How many calls a waiting stream took.
 struct Filled {
     count: u32,
-    /// It took no more.
+    /// Whether the stream took no more: a call did not return.
     is_full: bool,
     done: Arc<AtomicBool>,
 }
@@ -215,7 +215,7 @@ pub(crate) fn depth(gpu: &'static Gpu) -> Result<Answer, Problem> {
     other.synchronize()?;
     let kernel: &'static _ = Box::leak(Box::new(kernel));
 
-    // Each on a thread of its own, which has its context before the stream is full.
+    // Each call is made on a thread of its own, which has entered the context before the stream is full.
     let asides = [
         ("cuEventQuery", Aside::new(gpu, move || event.is_done().map(drop))?),
         ("cuStreamQuery of another stream", Aside::new(gpu, move || other.is_done().map(drop))?),
@@ -262,7 +262,7 @@ pub(crate) fn depth(gpu: &'static Gpu) -> Result<Answer, Problem> {
         ("calls_that_wait".to_owned(), waited.len() as f64),
         ("release_us".to_owned(), us(released)),
     ];
-    // The same with another kind of work, where there is time for it: it was not full, or so quickly that there is.
+    // The same with another kind of work, if the stream was full and all launches are over: otherwise there may be no time for it.
     if launches.is_full && over {
         step("filling memory on a stream that waits");
         let memory = gpu.memory(256)?;
@@ -276,7 +276,7 @@ pub(crate) fn depth(gpu: &'static Gpu) -> Result<Answer, Problem> {
     Ok(Answer::new(format!("{} launches", launches.told()), remark).with_all(figures))
 }
 
-/// What the engine does around each call.
+/// Enters the context and leaves it, as the engine does around each call.
 fn enter_and_leave(gpu: &Gpu) -> Result<(), CudaError> {
     gpu.enter()?;
     // SAFETY: pops what was just pushed on this thread.

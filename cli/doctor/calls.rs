@@ -1,4 +1,4 @@
-//! Which calls of the driver wait behind a stream that waits.
+//! Finds out which calls of the driver block while a stream waits.
 
 use std::ffi::c_void;
 use std::thread;
@@ -15,10 +15,10 @@ use super::driver::{Aside, Gate, Gpu, Problem, Stream, problem};
 
 /// A call that has all it needs.
 type Call = Box<dyn FnOnce() -> Result<(), Problem> + Send>;
-/// Gets a call ready, while nothing is blocked. Each time for another module, kernel, piece of memory.
+/// Gets a call ready, while nothing is blocked. The number is the turn, 0 or 1: each uses another module and kernel ([`MODULES`]).
 type Prepare = fn(&'static Gpu, &'static Stream, usize) -> Result<Call, Problem>;
 
-/// A call that returns within so long does not wait, whatever it has to do.
+/// A call that returns within this time does not count as blocked.
 const SOON: Duration = Duration::from_millis(100);
 const MEMORY: usize = 4 << 20;
 const HOST_MEMORY: usize = 1 << 20;
@@ -48,23 +48,23 @@ impl Host {
         self.0
     }
 
-    /// From where whole pages begin.
+    /// The same memory from the next page boundary on.
     fn pages(self) -> Host {
         Host(self.0.map_addr(|address| address.next_multiple_of(4096)))
     }
 
     fn register(&self, gpu: &Gpu) -> Result<(), CudaError> {
         let flags = CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP;
-        // SAFETY: so many bytes from there on are this process's, and stay.
+        // SAFETY: from this address on, `HOST_MEMORY` bytes are this process's, and are never freed.
         unsafe { gpu.cuda.mem_host_register(self.0, HOST_MEMORY, flags) }
     }
 }
 
-/// A module and a kernel in it for the call that is made freely, and others for the one beside a waiting stream: what is loaded for the
-/// first time takes more than what was loaded before.
+/// For each turn, a module and a kernel in it: one for the call that is made freely, another for the call while a stream waits, as only the
+/// first load of a module does all the work.
 const MODULES: [(Module, &str); 2] = [(Module::I8, "combinen_i8_max"), (Module::I16, "combinen_i16_max")];
 
-/// The calls that allstream makes beside what it puts on streams.
+/// The calls that allstream makes to the driver, apart from those that put work on its streams.
 const CALLS: [(&str, Prepare); 15] = [
     ("cuMemAlloc", |gpu, _, _| call(move || gpu.memory(MEMORY))),
     ("cuMemFree", |gpu, _, _| {
@@ -133,7 +133,7 @@ pub(crate) fn behind_a_wait(gpu: &'static Gpu) -> Result<Answer, Problem> {
     let other: &'static Stream = Box::leak(Box::new(beside.map_or_else(|| gpu.stream(), Ok)?));
     let (mut waits, mut failed) = (Vec::new(), Vec::new());
     for (round, (name, prepare)) in (2..).zip(CALLS) {
-        // Once freely: what a driver does when it is first asked, and how long the call takes.
+        // Once while nothing waits: the driver does its one-time work, and shows how long the call takes.
         step(&format!("{name}, freely"));
         let free = Aside::new(gpu, prepare(gpu, other, 0)?)?;
         free.go()?;

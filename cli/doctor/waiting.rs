@@ -1,4 +1,4 @@
-//! Probes of one stream: queries without a context, words in pinned memory, and what a host waits for.
+//! Probes of one stream: queries without a context, words in pinned memory, and how soon the host notices what a stream has done.
 
 use std::ffi::c_void;
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -13,17 +13,17 @@ use allstream_sys::cuda::{
 use super::answer::{Answer, median, show_us, step, us};
 use super::driver::{Gate, Gpu, Problem, SmallKernel, Stream, Word, code, problem, soon};
 
-/// A stream has so long to come to what was put there, before the next thing is done.
+/// How long a probe lets a stream reach the work just put on it, before the probe goes on.
 const SETTLE: Duration = Duration::from_micros(200);
 
-/// Events and streams, asked for on a thread that has no context.
+/// Whether events and streams can be queried on a thread that has no context.
 pub(crate) fn without_a_context(gpu: &'static Gpu) -> Result<Answer, Problem> {
     let (stream, event) = (gpu.stream()?, gpu.event()?);
     stream.record(&event)?;
     stream.synchronize()?;
     step("asking on a thread without a context");
     let asked = thread::Builder::new().spawn(move || {
-        // SAFETY: asks for what this thread has.
+        // SAFETY: only asks which context this thread has.
         let current = unsafe { gpu.cuda.ctx_get_current() };
         (current, event.is_done(), stream.is_done())
     })?;
@@ -39,7 +39,7 @@ pub(crate) fn without_a_context(gpu: &'static Gpu) -> Result<Answer, Problem> {
     Ok(Answer::yes_or_no(works, format!("cuEventQuery: {}; cuStreamQuery: {}", said(&event), said(&stream))))
 }
 
-/// Pinned and registered memory with the flag PORTABLE alone.
+/// Whether streams can use words in memory that was pinned or registered with the flag PORTABLE alone.
 pub(crate) fn without_device_map(gpu: &'static Gpu) -> Result<Answer, Problem> {
     let stream = gpu.stream()?;
     let works = |words: Result<Vec<Word>, Problem>| -> Result<(), Problem> {
@@ -68,7 +68,7 @@ pub(crate) fn without_device_map(gpu: &'static Gpu) -> Result<Answer, Problem> {
     Ok(Answer::yes_or_no(allocated.is_ok() && registered.is_ok(), remark))
 }
 
-/// From the host's store until the host sees what the stream writes next.
+/// The time from the host's store that releases a stream until the host sees the word that the stream writes next.
 pub(crate) fn release(gpu: &'static Gpu) -> Result<Answer, Problem> {
     const ROUNDS: u32 = 200;
     let words = gpu.words(2)?;
@@ -96,24 +96,24 @@ pub(crate) fn release(gpu: &'static Gpu) -> Result<Answer, Problem> {
         .with("release_longest_us", longest))
 }
 
-/// What a stream calls on the host: tells when that was.
+/// The function that a stream calls on the host: it sends the time of the call.
 unsafe extern "C" fn tell_when(sender: *mut c_void) {
     // SAFETY: made by `call_back` for this one call.
     let sender = unsafe { Box::from_raw(sender.cast::<Sender<Instant>>()) };
     let _ = sender.send(Instant::now());
 }
 
-/// Puts a function of the host's on a stream; when it is called comes here.
+/// Puts a host function on a stream. The receiver gets the time at which the function is called.
 fn call_back(stream: &Stream) -> Result<Receiver<Instant>, CudaError> {
     let (sender, receiver) = channel::<Instant>();
     let sender = Box::into_raw(Box::new(sender)).cast();
-    // SAFETY: the stream exists; the function takes what it is given once.
+    // SAFETY: the stream exists, and calls the function once, which then takes the sender over.
     unsafe { stream.gpu.cuda.launch_host_func(stream.raw(), tell_when, sender) }?;
     Ok(receiver)
 }
 
-/// A stream that is held up before a kernel, behind which it writes a word: how long after the host sees the word it is told of the end
-/// by other means.
+/// A stream that waits for `gate`, runs a kernel, and then writes `bell`. It serves to measure how much later than by `bell` the host learns of
+/// the kernel's end by other means, such as an event.
 struct Ending {
     stream: Stream,
     gate: Gate,
@@ -129,7 +129,7 @@ impl Ending {
         self.stream.write(self.bell, self.round)
     }
 
-    /// Releases it after a while, on another thread, which sees when the kernel ends.
+    /// Releases the stream after 1 ms, on another thread, which gives the time when it saw `bell`.
     fn release(&self) -> Result<thread::JoinHandle<Option<Instant>>, Problem> {
         let (gate, bell, round) = (self.gate.0, self.bell, self.round);
         Ok(thread::Builder::new().spawn(move || {
@@ -181,7 +181,7 @@ pub(crate) fn noticing(gpu: &'static Gpu) -> Result<Answer, Problem> {
     }
     step("a function of the host's");
     let (mut calls, start) = (Vec::new(), Instant::now());
-    // The driver makes a thread for such functions when the first is called, so that one is told apart.
+    // The driver makes a thread for such functions when the first is called, so the time of the first call is kept apart.
     let mut first = None;
     while calls.len() < ROUNDS && start.elapsed() < part {
         ending.put(&kernel)?;

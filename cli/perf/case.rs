@@ -1,4 +1,4 @@
-//! What is timed: the collective, the layout of its buffers, and what must come out.
+//! One case of a measurement: the collective, the layout of its buffers, and the result that it must give.
 
 use std::fmt;
 use std::ops::Range;
@@ -14,7 +14,7 @@ pub(crate) enum What {
     Collective(Kind),
     /// Each rank sends to the next and receives from the one before.
     SendRecv,
-    /// There and back between ranks 0 and 1; its time is half of that.
+    /// A message from rank 0 to rank 1 and back; half of that time is reported.
     PingPong,
 }
 
@@ -59,12 +59,12 @@ impl What {
         self.kind().is_some_and(Kind::rooted)
     }
 
-    /// Whether there is a form of one buffer.
+    /// Whether the operation has a form in place, with one buffer.
     pub(crate) fn in_place(self) -> bool {
         self.kind().is_some()
     }
 
-    /// What makes the algorithm's bandwidth that of the bus, as nccl-tests counts it.
+    /// The factor from the algorithm's bandwidth to the bus bandwidth, as nccl-tests defines them.
     pub(crate) fn bus_factor(self, n: usize) -> f64 {
         self.kind().map_or(1.0, |kind| bus_factor(kind, n))
     }
@@ -91,7 +91,7 @@ impl fmt::Display for What {
 /// Inputs repeat themselves after so many elements.
 pub(crate) const PERIOD: usize = 97;
 
-/// One line of the table: what every rank knows of it.
+/// The case behind one line of the table, as each rank knows it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Case {
     pub(crate) what: What,
@@ -104,7 +104,7 @@ pub(crate) struct Case {
 }
 
 impl Case {
-    /// The case whose largest buffer has about `bytes`, and at least one element a block.
+    /// The case whose largest buffer has about so many elements, and at least one in each block.
     pub(crate) fn new(
         what: What,
         op: ReduceOp,
@@ -147,23 +147,23 @@ impl Case {
         if self.op == ReduceOp::Prod { 1 + x % 2 } else { x % 4 }
     }
 
-    /// Which elements of a buffer of this length hold the input of this rank. In place, others may lie around its own block:
-    /// they are zero at first.
+    /// Which elements of a buffer of this length hold the input of this rank. In place, where a gather's buffer has the blocks
+    /// of all ranks, this is the rank's own block, and the others are zero at first; only rank 0 fills the whole buffer.
     pub(crate) fn own(&self, len: usize, in_place: bool) -> Range<usize> {
         let gathers = matches!(self.what, What::Collective(Kind::AllGather | Kind::Gather));
         let start = if in_place && gathers && len > self.count { self.own_block() } else { 0 };
         start..if start == 0 { len } else { len.min(start + self.count) }
     }
 
-    /// The input of this rank, from its first element on.
+    /// Writes the input of this rank, or as many of its first elements as there is room for.
     pub(crate) fn begin<T: Value>(&self, input: &mut [T]) {
         input.iter_mut().enumerate().for_each(|(i, x)| *x = T::of(self.value(self.rank, i)));
     }
 
-    /// Fills a buffer as the input of this rank; in place, with what lies around its own block.
+    /// Fills a buffer with the input of this rank and, in place, with zeros around its own block.
     ///
-    /// As fast as the peers' programs fill theirs: the longer ago a buffer was written, the less of it others who use the
-    /// last cache have left there.
+    /// This is as fast as in the programs that are measured beside ours (docs/bench/peers.md): the longer a fill takes, the
+    /// more of the buffer other users of the last-level cache have evicted before the timing starts.
     pub(crate) fn fill<T: Value>(&self, buf: &mut [T], in_place: bool) {
         let Range { start, end } = self.own(buf.len(), in_place);
         let (before, own) = buf.split_at_mut(start);
@@ -175,16 +175,16 @@ impl Case {
         rest.chunks_mut(64 * PERIOD).for_each(|piece| piece.copy_from_slice(&first[..piece.len()]));
     }
 
-    /// Which elements of its buffer are this rank's result; none, where it has none to look at.
+    /// Which elements of its buffer are this rank's result; an empty range if this rank has no result to check.
     pub(crate) fn result(&self, in_place: bool) -> Range<usize> {
         self.result_start(in_place).map_or(0..0, |start| start..start + self.lengths().1)
     }
 
-    /// Where the result begins; `None`: this rank has none to look at.
+    /// Where the result begins; `None` if this rank has no result to check.
     fn result_start(&self, in_place: bool) -> Option<usize> {
         match self.what {
             What::Collective(Kind::Reduce | Kind::Gather) => (self.rank == self.root).then_some(0),
-            // Rank 0 keeps what it had: nothing comes before it.
+            // No rank comes before rank 0, so its buffer stays as it was.
             What::Collective(Kind::ExScan) => (self.rank > 0).then_some(0),
             What::Collective(Kind::ReduceScatter) if in_place => Some(self.own_block()),
             What::Collective(Kind::Scatter) if in_place && self.rank == self.root => Some(self.own_block()),
@@ -193,7 +193,7 @@ impl Case {
         }
     }
 
-    /// Element `i` of this rank's result. Within a block it is that of `PERIOD` elements before.
+    /// What element `i` of this rank's result must be. Within a block the values repeat after `PERIOD` elements.
     pub(crate) fn expected<T: Value>(&self, i: usize) -> f64 {
         let is_bool = T::DTYPE == DType::Bool;
         let (block, k) = (i / self.count, i % self.count);
@@ -220,7 +220,7 @@ impl Case {
     }
 }
 
-/// The oracle: one rank after the other, in numbers that hold every result exactly.
+/// The oracle: folds the ranks' values one after the other, in numbers that hold every result exactly.
 fn reduce(op: ReduceOp, values: impl ExactSizeIterator<Item = u64>) -> f64 {
     let n = values.len() as f64;
     match op {
@@ -249,9 +249,9 @@ fn reduce_bools(op: ReduceOp, values: impl Iterator<Item = u64>) -> f64 {
 /// An element type that is filled and compared.
 pub(crate) trait Value: Element {
     fn of(value: u64) -> Self;
-    /// What comes nearest to this.
+    /// The value of this type that is nearest to `expected`.
     fn nearest(expected: f64) -> Self;
-    /// Whether it is this, as far as the type can say it after `n` roundings.
+    /// Whether this value is `expected`, within the error that `n` roundings in this type may cause.
     fn is(self, expected: f64, n: usize) -> bool;
 }
 
@@ -262,7 +262,7 @@ macro_rules! integers {
                 value as $t
             }
             fn nearest(expected: f64) -> $t {
-                // Averages are cut; what does not fit wraps.
+                // Averages are truncated, and values that do not fit wrap.
                 expected.trunc() as i128 as $t
             }
             fn is(self, expected: f64, _: usize) -> bool {
@@ -291,7 +291,7 @@ macro_rules! floats {
 }
 
 integers!(i8 i16 i32 i64 u8 u16 u32 u64);
-// Beside each: the digits of its significand.
+// Beside each type: the number of binary digits of its significand.
 floats! {
     f16, 11, f16::from_f64, |x: f16| x.to_f64();
     bf16, 8, bf16::from_f64, |x: bf16| x.to_f64();

@@ -6,8 +6,8 @@ use allstream::cuda::DeviceStream;
 use allstream::{Error, Members};
 use allstream_sys::cuda::{CuContext, CuDevice, CuEvent, CuStream, Cuda, CudaError};
 
-/// Two points in a stream, each with the time at which the device came to it: what lies between took so long there. The engine's
-/// own events have no times, which costs the device less.
+/// Two events in a stream, by which the driver tells how long the device took for the work between them. The engine's own events
+/// record no times, which costs the device less.
 #[derive(Debug)]
 pub(crate) struct Clock {
     stream: DeviceStream,
@@ -15,7 +15,7 @@ pub(crate) struct Clock {
     device: CuDevice,
     /// The device's primary context, which is retained as long as this lives.
     context: CuContext,
-    /// Where it starts and where it stops.
+    /// The events that mark the start and the stop.
     events: [CuEvent; 2],
 }
 
@@ -45,12 +45,12 @@ impl Clock {
         Ok(clock)
     }
 
-    /// Starts when the stream has come to all that is there now.
+    /// Marks the start: the time counts from when the device has done all that is on the stream now.
     pub(crate) fn start(&self) -> Result<(), Error> {
         self.record(self.events[0])
     }
 
-    /// Stops when the stream has come to all that is there now.
+    /// Marks the stop: the time counts until the device has done all that is on the stream now.
     pub(crate) fn stop(&self) -> Result<(), Error> {
         self.record(self.events[1])
     }
@@ -63,7 +63,7 @@ impl Clock {
         })
     }
 
-    /// Waits until it has stopped; how long it ran. `None`: this driver does not say it.
+    /// Waits for the stream, and returns the seconds from start to stop. `None`: this driver cannot tell them.
     pub(crate) fn seconds(&self) -> Result<Option<f64>, Error> {
         self.stream.synchronize()?;
         if !self.cuda.has_event_elapsed_time() {
@@ -83,7 +83,7 @@ impl Clock {
             // SAFETY: the context is retained until `self` is dropped.
             unsafe { self.cuda.ctx_push_current(self.context) }?;
             let result = call();
-            // SAFETY: takes away what was pushed above.
+            // SAFETY: pops the context that was pushed above.
             unsafe { self.cuda.ctx_pop_current() }?;
             result
         };

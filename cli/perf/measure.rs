@@ -1,4 +1,4 @@
-//! The clock: back to back after a barrier, the slowest rank's time, the median over rounds.
+//! Times operations: in each round, after a barrier, all ranks run some back to back. The slowest rank's time counts, the median over rounds.
 
 use std::cell::Cell;
 use std::pin::{Pin, pin};
@@ -16,48 +16,50 @@ use super::meeting::Seat;
 use super::memory::Memory;
 use super::time::Time;
 
-/// How often, and how.
+/// How often operations run, and how.
 #[derive(Debug)]
 pub(crate) struct Effort {
     pub(crate) algo: Algo,
-    /// Timed operations of each size; chosen by size without it.
+    /// Timed operations of each size. `None`: the size decides.
     pub(crate) iters: Option<usize>,
-    /// Untimed operations before.
+    /// Untimed operations before the timed ones.
     pub(crate) warmup: Option<usize>,
     pub(crate) check: bool,
-    /// Operations are awaited on this; without it a thread waits for each.
+    /// Operations are awaited on this runtime. `None`: the thread blocks in `.wait()` for each.
     pub(crate) runtime: Option<Runtime>,
-    /// That is done now; and in turns with the other.
+    /// With a runtime: whether this round awaits.
     pub(crate) by_await: Cell<bool>,
+    /// Every second round awaits, and the others block in `.wait()`.
     pub(crate) in_turns: bool,
     pub(crate) memory: Memory,
-    /// The stream of buffers on a device waits for each operation, and the host for the last of a group.
+    /// `--join`: the device stream of the buffers waits for each operation, and the host only for the last of a group.
     pub(crate) joins: bool,
-    /// Of a rank whose process has others, which may share its device.
+    /// Where ranks are threads of one process, which may share a device: by this they wait for each other before a join.
     pub(crate) seat: Option<Rc<Seat>>,
-    /// The device's clock, where that runs the operations; and whether they are timed by it now, for which its stream waits for them.
+    /// The device's clock, if the device runs the operations.
     pub(crate) clock: Option<Rc<Clock>>,
+    /// Whether the device's clock times this round: then the device's stream waits for the operations.
     pub(crate) by_events: Cell<bool>,
 }
 
-/// Back to back between two looks at the clock, up to 64 KB: a look costs as much as the smallest operation.
+/// Operations between two readings of the clock, for sizes up to 64 KB: a reading costs as much as the smallest operation.
 const GROUP: usize = 20;
 const GROUPED: usize = 64 << 10;
-/// Where a stream waits for operations: how often, at most, before the host does.
+/// With `--join`: the most operations for which the stream waits before the host waits.
 const JOINED: usize = 1000;
 /// Bytes moved for a size, about: small sizes are cheap to repeat, large ones are not.
 const BUDGET: usize = 200_000_000;
-/// On a device, seconds of timed operations for a size and form, by what one took in a round before; and how many rounds and
-/// operations there are at least and at most.
+/// On a device: the seconds that all timed operations of a size and form should take, judging by an untimed round before; the least
+/// and the most rounds; and the most operations.
 ///
-/// A table of 4 KB, 64 KB, 16 MB and 256 MB by 8 threads on an H100 then takes about 3 s. Estimates, as no H100 has run it; a wait for
-/// the device costs 1 ms, and it copies 1.3 TB/s.
+/// A table of 4 KB, 64 KB, 16 MB and 256 MB by 8 threads on an H100 then takes about 3 s. This is an estimate, as no H100 has run it. It
+/// assumes that a wait for the device costs 1 ms, and that the device copies 1.3 TB/s.
 /// - Small operations take 0.1 to 0.2 ms, so 500 of them 0.1 s, and 25 refreshes 25 ms: for 2 sizes of 2 forms, 0.5 s.
 /// - 16 MB: 0.3 ms and 1 ms for a refresh, 25 rounds of both: for 2 forms, 0.1 s.
 /// - 256 MB: 2 ms, and 3 ms to refresh 2 GB for all ranks, 25 rounds of both: for 2 forms, 0.3 s.
-/// - Its inputs: 9 doublings, and 24 pieces of memory that the driver is asked for: 0.1 s.
-/// - Its results: 2 GB over the bus at 20 GB/s, and as long again to compare them, for 2 forms: 0.4 s.
-/// - Rounds before, and those by events, 7 for each of 8: 0.1 s.
+/// - Inputs of 256 MB: 9 doublings, and 24 pieces of memory that the driver is asked for: 0.1 s.
+/// - Results of 256 MB: 2 GB over the bus at 20 GB/s, and as long again to compare them, for 2 forms: 0.4 s.
+/// - 2 untimed rounds and 5 rounds by events, for each of 8 pairs of size and form: 0.1 s.
 ///
 /// That is 1.5 s, and as much is left for the context, the kernels and the copies above the table.
 const DEVICE_SECONDS: f64 = 0.1;
@@ -67,7 +69,7 @@ const DEVICE_OPERATIONS: usize = 500;
 const BY_EVENTS: usize = 5;
 
 impl Effort {
-    /// As without any options.
+    /// The effort of a `perf` without options.
     pub(crate) fn usual(memory: Memory) -> Effort {
         Effort {
             algo: Algo::Auto,
@@ -90,7 +92,7 @@ impl Effort {
         (BUDGET / (bytes + 20_000)).clamp(5, 2000)
     }
 
-    /// What operations are awaited on, if they are now.
+    /// The runtime that awaits operations, if this round awaits.
     fn awaits(&self) -> Option<&Runtime> {
         self.runtime.as_ref().filter(|_| self.by_await.get())
     }
@@ -100,14 +102,14 @@ impl Effort {
         self.memory.stream().filter(|_| self.joins || self.by_events.get())
     }
 
-    /// Runs operations to their end. Where they are waited for, there is nothing to await.
+    /// Runs operations to their end. In a round that blocks in `.wait()`, the future never pends.
     fn run<T>(&self, operations: impl Future<Output = Result<T, Error>>) -> Result<T, Error> {
         let mut result = Err(invalid("the operations were not run to their end"));
         self.block_on(pin!(async { result = operations.await }));
         result
     }
 
-    /// An object, so that the runtime is compiled once, and not for every kind of operation.
+    /// Takes a trait object, so that the runtime's code is compiled once, and not for every kind of operation.
     fn block_on(&self, operations: Pin<&mut dyn Future<Output = ()>>) {
         match self.awaits() {
             Some(runtime) => runtime.block_on(operations),
@@ -124,18 +126,18 @@ impl Effort {
             false => 1,
         };
         if self.joins && self.iters.is_none() {
-            // Of which there are few otherwise.
+            // Groups of up to 1000 would leave one or two rounds.
             return (group, 5, self.warmup.map_or(1, |warmup| warmup.div_ceil(group)));
         }
         (group, iters.div_ceil(group), self.warmup.map_or(2, |warmup| warmup.div_ceil(group)))
     }
 
-    /// Whether operations take as long on a device as nobody can tell by their size, so that a round before says how many to time.
+    /// Whether an untimed round decides how many operations to time: on a device, their size does not tell how long they take.
     fn tries_first(&self) -> bool {
         self.memory.stream().is_some() && self.iters.is_none() && !self.joins
     }
 
-    /// Operations a round, and rounds, where one operation of the round before took so many seconds, with so many in a round.
+    /// Operations a round, and rounds, if one operation took `seconds` in the untimed round, which had `group` of them.
     fn rounds_by(seconds: f64, group: usize) -> (usize, usize) {
         let (least, most) = DEVICE_ROUNDS;
         let operations = ((DEVICE_SECONDS / seconds) as usize).clamp(least, DEVICE_OPERATIONS);
@@ -144,7 +146,7 @@ impl Effort {
     }
 }
 
-/// Until a message is through, in the way that is timed.
+/// Ends a message as this round does: awaits it, or blocks in `.wait()`.
 macro_rules! wait {
     ($effort:expr, $work:expr) => {
         match $effort.awaits() {
@@ -154,7 +156,7 @@ macro_rules! wait {
     };
 }
 
-/// One collective after another, each brought to its end in the way that is timed.
+/// Runs one collective after another, and ends each as this round does: joins it, awaits it, or blocks in `.wait()`.
 fn collectives<S: Send + 'static>(
     effort: &Effort,
     count: usize,
@@ -205,10 +207,10 @@ pub(crate) fn measure_in_place(comm: &mut Comm, case: &Case, effort: &Effort) ->
     time(comm, case, effort, &mut timed)
 }
 
-/// What each rank has come to by itself, if all have. Where one has failed, all ranks fail, and say why: so none waits for one
+/// Returns this rank's own result, if no rank has failed. If one has, all ranks fail, and say why, so that none waits for a rank
 /// that has gone.
 pub(crate) fn together<T>(comm: &mut Comm, mine: Result<T, Error>) -> Result<T, Error> {
-    /// Bytes of what an error says, for ranks that have none; the rest is cut off.
+    /// Bytes of the error text that the failed rank sends to the others; the rest is cut off.
     const TEXT: usize = 2000;
     let (rank, size) = (comm.rank(), comm.size());
     let failed = if mine.is_err() { rank } else { size };
@@ -223,7 +225,7 @@ pub(crate) fn together<T>(comm: &mut Comm, mine: Result<T, Error>) -> Result<T, 
     mine.and_then(|_| Err(invalid(&format!("rank {first} has failed: {}", text.trim_end_matches('\0')))))
 }
 
-/// A buffer on a device that there was no memory for: of what, and what to do.
+/// If the device had no memory for a buffer, makes the error say for which, and what the user can do.
 fn room<T>(
     comm: &Comm,
     case: &Case,
@@ -252,9 +254,9 @@ fn room<T>(
     })
 }
 
-/// What is timed, with the buffers that it needs.
+/// An operation that is timed, with the buffers that it needs.
 trait Timed {
-    /// Puts the inputs in, and for a check takes results of earlier operations out.
+    /// Fills the inputs, and before a check clears the results of earlier operations.
     fn fill(&mut self, comm: &Comm, check: bool) -> Result<(), Error>;
     /// Runs so many operations back to back.
     fn run(&mut self, comm: &mut Comm, count: usize) -> Result<(), Error>;
@@ -262,7 +264,7 @@ trait Timed {
     fn wrong(&mut self) -> Result<u64, Error>;
 }
 
-/// The buffers, which an operation that failed has not given back.
+/// Takes the buffers. They are missing, which is an error, if an earlier operation failed and did not give them back.
 fn held<S>(state: &mut Option<S>) -> Result<S, Error> {
     state.take().ok_or_else(|| invalid("an operation of this size has failed before"))
 }
@@ -271,7 +273,7 @@ fn invalid(problem: &str) -> Error {
     Error::Invalid { call: "perf".into(), problem: problem.into() }
 }
 
-/// From one buffer into another; and messages.
+/// A collective from one buffer into another, or messages.
 struct OutOfPlace<'a> {
     case: &'a Case,
     effort: &'a Effort,
@@ -342,12 +344,12 @@ impl Timed for OutOfPlace<'_> {
     }
 }
 
-/// In one buffer.
+/// A collective in one buffer.
 struct InPlace<'a> {
     case: &'a Case,
     effort: &'a Effort,
     buf: Option<AnyBuf>,
-    /// On a device: what the buffer is refreshed from.
+    /// On a device: a copy of the input, from which the buffer is refreshed before each round.
     input: Option<AnyBuf>,
 }
 
@@ -399,15 +401,15 @@ fn time(comm: &mut Comm, case: &Case, effort: &Effort, timed: &mut dyn Timed) ->
     if effort.tries_first() {
         warmup = warmup.max(1);
     }
-    // By await (or in the only way), and by wait where that takes its turn.
+    // The rounds' times: of those that await (of all rounds, if they take no turns), and of those that block in `.wait()`.
     let mut mine = [Vec::with_capacity(rounds), Vec::new()];
     let ways = if effort.in_turns { 2 } else { 1 };
     let mut turn = 0;
     while turn < ways * (warmup + rounds) {
-        // Each is the first in its turn.
+        // The two ways alternate, also in which of them comes first.
         let (round, way) = (turn / ways, (turn + turn / ways) % ways);
         effort.by_await.set(way == 0);
-        // Sums of sums would leave the range of ordinary numbers.
+        // New inputs for each round: sums of the last round's sums would leave the range of ordinary numbers.
         timed.fill(comm, false)?;
         comm.barrier().wait()?;
         let start = Instant::now();
@@ -416,7 +418,7 @@ fn time(comm: &mut Comm, case: &Case, effort: &Effort, timed: &mut dyn Timed) ->
             stream.synchronize()?;
         }
         let seconds = start.elapsed().as_secs_f64() / group as f64;
-        // Where ranks share cores, who is through would take the core to fill its buffer from who is not.
+        // Where ranks share cores, a rank that has ended would fill its buffer on a core that another one still needs.
         comm.barrier().wait()?;
         if round >= warmup {
             mine[way].push(seconds);
@@ -452,7 +454,7 @@ fn time(comm: &mut Comm, case: &Case, effort: &Effort, timed: &mut dyn Timed) ->
 /// Microseconds that an operation takes on the device, of the slowest rank, the median over rounds: from the point where the
 /// rank's stream has come to its call until the operation has ended there. `None`: no device runs it, or its driver does not tell.
 ///
-/// In rounds of their own, so that the others are those of a program that records no events.
+/// This takes separate rounds, so that the others time a program that records no events.
 fn by_events(
     comm: &mut Comm,
     case: &Case,
@@ -467,15 +469,15 @@ fn by_events(
     for _ in 0..rounds.min(BY_EVENTS) {
         timed.fill(comm, false)?;
         comm.barrier().wait()?;
-        // Without --join the rank is bound to this stream. So nothing waits on the device for what is not there yet, which could
-        // hold up other ranks' streams: the call returns when all ranks have called, and the operation is on the stream.
+        // Without --join the rank is bound to this stream, so a join returns only when all ranks have called and the operation is
+        // on the stream. Else the stream would wait for an operation that is not there yet, and could hold up other ranks' streams.
         effort.by_events.set(true);
         clock.start()?;
         let run = timed.run(comm, count);
         effort.by_events.set(false);
         run?;
         clock.stop()?;
-        // A driver that does not tell is so for all ranks of this machine, or for one: infinity is the slowest.
+        // If the driver of any rank cannot tell the time, no rank reports one: infinity is the slowest.
         mine.push(clock.seconds()?.map_or(f64::INFINITY, |seconds| seconds / count as f64));
         comm.barrier().wait()?;
     }
@@ -487,7 +489,7 @@ fn by_events(
 fn in_place_length(case: &Case) -> usize {
     let (input, output) = case.lengths();
     match case.what {
-        // Whoever is not the root has its own block only.
+        // Every rank's buffer has one block, the root's included.
         What::Collective(Kind::Reduce) => case.count,
         _ => input.max(output),
     }
@@ -521,7 +523,7 @@ fn out_of_place(
     }
 }
 
-/// Rank 0's input there, and what came back; other ranks do nothing.
+/// Rank 0 sends its input to rank 1, which sends it back; other ranks do nothing.
 async fn pingpong(
     comm: &mut Comm,
     effort: &Effort,

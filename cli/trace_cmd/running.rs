@@ -12,7 +12,7 @@ use super::{Recording, parse};
 /// How long a process may take to answer.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// What the ranks in a process and in all that it started have to tell.
+/// The flight recorders of all ranks in a process and in its descendants.
 pub(super) fn ask(pid: u32) -> Result<Vec<Recording>, String> {
     let mut recordings = Vec::new();
     let mut asked = 0;

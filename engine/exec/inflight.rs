@@ -1,11 +1,12 @@
 //! The table that owns buffers while operations are in flight.
 //!
-//! An entry is a state machine: submitted, then finished by the engine and taken by the user, in either order with
-//! the user's letting go. Dropping a `Work` detaches its entry: the engine finishes it and drops the buffers then.
+//! An entry is a state machine: an operation is submitted, the engine finishes it, and the user takes its outcome. A user
+//! who drops the `Work` instead detaches the entry: the buffers are dropped at once if the operation has finished, and
+//! else when the engine finishes it.
 //! The owner wraps the table in a lock; `tests/loom` runs this very file under loom.
 //!
-//! A waker is somebody else's code: what it owns may come back to this very table as it is cloned, dropped or woken. So
-//! nothing here does any of that: a waker comes in as a clone, and goes out to be dropped or woken outside the lock.
+//! A waker is somebody else's code, which may call this very table when the waker is cloned, dropped or woken. So no
+//! function here does any of these: a waker comes in as a clone, and goes out to be dropped or woken outside the lock.
 
 use std::task::Waker;
 
@@ -44,7 +45,7 @@ pub(crate) struct Inflight<H, E> {
     running: usize,
 }
 
-/// A finished operation: how it ended, and what it held unless that is kept in quarantine.
+/// A finished operation: how it ended, and what it held, unless that is kept in quarantine (`super::quarantine`).
 pub(crate) type Finished<H, E> = (Result<(), E>, Option<H>);
 
 /// What a poll found.
@@ -52,7 +53,7 @@ pub(crate) enum Look<H, E> {
     Finished(Finished<H, E>),
     /// Not finished; the waker will be woken.
     Watched,
-    /// Not finished, and it will not.
+    /// Not finished, and the waker will not be woken.
     Unwatched,
 }
 
@@ -90,12 +91,12 @@ impl<H, E> Inflight<H, E> {
         self.entries.get_mut(key.index as usize).filter(|e| e.generation == key.generation)
     }
 
-    /// Takes out what a running operation holds, for a moment: whoever asks gives it back.
+    /// Takes out what a running operation holds. The caller gives it back, or puts it in quarantine if the operation has failed.
     pub(crate) fn borrow(&mut self, key: Key) -> Option<H> {
         self.entry(key).filter(|e| matches!(e.state, State::Running))?.held.take()
     }
 
-    /// Gives it back.
+    /// Puts back what [`borrow`](Self::borrow) has taken out.
     pub(crate) fn give_back(&mut self, key: Key, held: H) {
         if let Some(entry) = self.entry(key) {
             entry.held = Some(held);
@@ -152,19 +153,19 @@ impl<H, E> Inflight<H, E> {
         }
     }
 
-    /// The same; where there is none, whether this waker will be woken when there is. If not, [`watch`](Self::watch) wants
-    /// a clone of it.
+    /// Takes the outcome, if there is one; otherwise tells whether this waker will be woken when there is. If it will not,
+    /// the caller gives a clone of it to [`watch`](Self::watch).
     pub(crate) fn poll(&mut self, key: Key, waker: &Waker) -> Look<H, E> {
         if let Some(finished) = self.take(key) {
             return Look::Finished(finished);
         }
         let Some(entry) = self.entry(key) else { return Look::Watched };
-        // It compares two addresses.
+        // `will_wake` only compares addresses, and runs none of the waker's code.
         if entry.waker.as_ref().is_some_and(|w| w.will_wake(waker)) { Look::Watched } else { Look::Unwatched }
     }
 
-    /// Takes the outcome if there is one; otherwise remembers whom to wake. Also gives the waker that is not needed (any
-    /// more), to be dropped outside the lock.
+    /// Takes the outcome if there is one; otherwise remembers whom to wake. Also returns the waker that is not needed, this
+    /// one or the one before; drop it outside the lock.
     pub(crate) fn watch(&mut self, key: Key, waker: Waker) -> (Option<Finished<H, E>>, Option<Waker>) {
         if let Some(finished) = self.take(key) {
             return (Some(finished), Some(waker));
@@ -175,8 +176,8 @@ impl<H, E> Inflight<H, E> {
         }
     }
 
-    /// The user let go. Returns what was held if the operation had finished, and whom nobody needs to wake any more; drop
-    /// them outside the lock.
+    /// The user let go. Returns what was held if the operation had finished, and the waker, which nobody needs to wake any
+    /// more; drop them outside the lock.
     pub(crate) fn detach(&mut self, key: Key) -> (Option<H>, Option<Waker>) {
         let Some(entry) = self.entry(key) else { return (None, None) };
         match entry.state {

@@ -1,4 +1,4 @@
-//! What launchers put into the environment: rank and size, and where rank 0 can be met.
+//! Reads rank, size and the ranks' meeting place from the variables that launchers set.
 
 use std::net::Ipv6Addr;
 use std::path::PathBuf;
@@ -7,8 +7,8 @@ use super::address::{Address, host_name, port_number};
 use super::addresses;
 use crate::types::{MOST_RANKS, Rank};
 
-/// Launchers, and the variables in which they say rank and size. The first whose both are set is believed, unless another contradicts. Slurm comes
-/// last: its variables are also there where another launcher runs in an allocation of it, and then speak of that one.
+/// Launchers, with their variables for rank and size. The first one whose two variables are set is believed, unless a later one contradicts it
+/// ([`contradiction`]). Slurm comes last: another launcher that runs in a Slurm allocation inherits its variables, which then describe that launcher.
 const LAUNCHERS: [(&str, &str, &str); 5] = [
     ("torchrun, allstream run", "RANK", "WORLD_SIZE"),
     ("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
@@ -17,11 +17,11 @@ const LAUNCHERS: [(&str, &str, &str); 5] = [
     ("Slurm", "SLURM_PROCID", "SLURM_NTASKS"),
 ];
 
-/// Slurm's numbers of a job's processes outside of steps (a batch script's, say) are from here on.
+/// From this number on, a Slurm step id names no step, but a process outside of all steps, such as a batch script.
 const FIRST_SLURM_STEP_THAT_IS_NONE: u32 = 0xffff_fff0;
 
-/// Where ports that are derived from something lie: `FIRST_PORT..FIRST_PORT + PORTS`, below those that the system gives
-/// out by itself.
+/// Ports that [`derived`] makes up lie in `FIRST_PORT..FIRST_PORT + PORTS`, below those that the system gives out by
+/// itself.
 const FIRST_PORT: u16 = 10_000;
 const PORTS: u64 = 20_000;
 
@@ -31,15 +31,15 @@ pub(super) type Lookup<'a> = &'a dyn Fn(&str) -> Option<String>;
 /// Where the ranks of a world meet.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Meeting {
-    /// Rank 0 listens there. The secret comes from elsewhere.
+    /// Rank 0 listens at this address. The caller gets the secret separately.
     At(Address),
-    /// All are on one host. Rank 0 leaves a note there, in a directory that is the job's and the user's alone, which
-    /// says where it listens, and a secret.
+    /// All ranks are on one host. Rank 0 writes its address and a secret into this file, in a directory that belongs to
+    /// this job and user alone.
     Note(PathBuf),
 }
 
-/// The variables by which a process knows that a launcher has started it. Slurm's sizes are none of them: they are also set in the
-/// shell of an allocation.
+/// The variables by which a process knows that a launcher has started it. Slurm's variables for the size are left out: they are also
+/// set in the shell of an allocation.
 pub(super) fn marks() -> impl Iterator<Item = &'static str> {
     let of = |(launcher, rank, size)| [Some(rank), (launcher != "Slurm").then_some(size)];
     LAUNCHERS.into_iter().flat_map(of).flatten().chain(["PMIX_RANK"])
@@ -106,8 +106,8 @@ pub(super) fn place(get: Lookup<'_>) -> Result<(Rank, usize), String> {
     ))
 }
 
-/// Whether srun has started this process: it sets these, and a batch script's own process has none of them, or the number of a step
-/// that is none.
+/// Whether srun has started this process. srun sets the variables that are read here; in a batch script's own process they are
+/// missing, or the step id names no step.
 fn is_slurm_step(get: Lookup<'_>) -> bool {
     let number =
         get("SLURM_STEP_ID").or_else(|| get("SLURM_STEPID")).and_then(|text| text.trim().parse().ok());
@@ -115,23 +115,23 @@ fn is_slurm_step(get: Lookup<'_>) -> bool {
     is_one || ["SLURM_STEP_NUM_TASKS", "SLURM_LAUNCH_NODE_IPADDR"].into_iter().any(|name| get(name).is_some())
 }
 
-/// Two launchers may have started this process, one inside the other, and the first one's variables are still there. Where
-/// they say other things, and it is not known that those that are believed are the inner one's: what the other one says, and the problem.
+/// Two launchers may have started this process, one inside the other, so that the outer one's variables are still set. Returns
+/// another launcher's rank and size, and an error text, if they differ from the believed ones and those are not surely the inner launcher's.
 fn contradiction(get: Lookup<'_>, which: usize, believed: (Rank, usize)) -> Option<((Rank, usize), String)> {
     let (launcher, rank_name, size_name) = LAUNCHERS[which];
     let (rank, size) = believed;
-    // torchrun makes its own ranks, be it started by mpirun or by srun.
+    // torchrun numbers its own ranks, so it is the inner launcher where mpirun or srun has started it.
     if launcher == "Slurm" || (which == 0 && get("TORCHELASTIC_RUN_ID").is_some()) {
         return None;
     }
     for (other, other_rank_name, other_size_name) in LAUNCHERS.into_iter().skip(which + 1) {
         let Some((other_rank, other_size)) = pair(get, other_rank_name, other_size_name) else { continue };
         let is_inner = match other {
-            // Slurm's are also there where another launcher runs in its allocation, and PMI's are Slurm's where srun has set them. Only
-            // a step with the very size is another place in the same world.
+            // Slurm's variables are also set where another launcher runs in an allocation, and srun may set PMI's itself. They
+            // contradict RANK and WORLD_SIZE only in a step of the same size, which then numbers the same world's ranks otherwise.
             "Slurm" => which > 0 || size != other_size || !is_slurm_step(get),
             "MPICH" if get("SLURM_PROCID").is_some() => true,
-            // Somebody who starts several ranks in each of another launcher's, and numbers them on each host.
+            // A user may start several ranks in each rank of another launcher, and number them by LOCAL_RANK.
             _ => which == 0 && size > other_size && get("LOCAL_RANK").is_some(),
         };
         if (other_rank, other_size) != believed && !is_inner {
@@ -152,8 +152,8 @@ fn pair(get: Lookup<'_>, rank_name: &str, size_name: &str) -> Option<(Rank, usiz
     Some((number(rank_name)?, number(size_name)?))
 }
 
-/// Where two launchers give this process two places in a world of one size: the one of them that is not rank 0's. Rank 0 may be a process for which
-/// both say the same, and waits for the others.
+/// If two launchers give this process different ranks in worlds of the same size: the higher rank, and the size. Under that rank the process tells
+/// rank 0 of the contradiction: both launchers may agree on rank 0's process, which would wait for the others in vain.
 pub(super) fn disputed(get: Lookup<'_>) -> Option<(Rank, usize)> {
     let said = LAUNCHERS
         .iter()
@@ -165,7 +165,7 @@ pub(super) fn disputed(get: Lookup<'_>) -> Option<(Rank, usize)> {
     (size == believed.1 && check_place(place.0, place.1).is_ok()).then_some(place)
 }
 
-/// Where the ranks meet: as the user says, or as the launcher lets one know.
+/// Where the ranks meet: at the address that the user has set, or at one that follows from the launcher's variables.
 pub(super) fn meeting(get: Lookup<'_>) -> Result<Meeting, String> {
     let said = ["MASTER_ADDR", "MASTER_PORT", "ALLSTREAM_PORT"].into_iter().any(|name| get(name).is_some());
     if let (false, Some(path)) = (said, note(get)) {
@@ -212,7 +212,7 @@ fn port(get: Lookup<'_>) -> Result<u16, String> {
     }
     if let Some(port) = get("MASTER_PORT") {
         let port = number("MASTER_PORT", &port)?;
-        // torchrun's own store listens there. All ranks derive the same other one.
+        // torchrun's own store listens at this port. All ranks derive the same other port from it.
         let taken =
             get("TORCHELASTIC_USE_AGENT_STORE").is_some_and(|v| v.trim().eq_ignore_ascii_case("true"));
         return Ok(if taken { derived(get, port.into())? } else { port });
@@ -225,8 +225,8 @@ fn port(get: Lookup<'_>) -> Result<u16, String> {
     })
 }
 
-/// The same for the same number, different for numbers near each other, and never the number itself; among the ports that ranks may
-/// take, where the user says which.
+/// Makes a port of a number: equal ports of equal numbers, different ports of numbers near each other, and never the number itself.
+/// If the user has said which ports ranks may take, it is one of those.
 fn derived(get: Lookup<'_>, from: u64) -> Result<u16, String> {
     let Some(text) = get(addresses::PORTS) else {
         return Ok(FIRST_PORT + u16::try_from(from % PORTS).unwrap_or_default());
@@ -237,8 +237,8 @@ fn derived(get: Lookup<'_>, from: u64) -> Result<u16, String> {
     Ok(if u64::from(of(from)) == from { of(from + 1) } else { of(from) })
 }
 
-/// Under Open MPI on one host: its server's directory is the job's own, nobody else may enter it, and it goes with the
-/// job.
+/// The file for rank 0's note, if Open MPI runs all ranks on one host. It lies in the directory of Open MPI's server, which
+/// only this user may enter, and which goes with the job.
 fn note(get: Lookup<'_>) -> Option<PathBuf> {
     get("OMPI_COMM_WORLD_RANK")?;
     if get("OMPI_COMM_WORLD_LOCAL_SIZE")?.trim() != get("OMPI_COMM_WORLD_SIZE")?.trim() {
@@ -251,8 +251,8 @@ fn note(get: Lookup<'_>) -> Option<PathBuf> {
     dir.is_absolute().then(|| dir.join(format!("allstream-{job}")))
 }
 
-/// The node of task 0, which is the first of the step's, and the variable that says so. Where there is but one node,
-/// the ranks need no network.
+/// The host of Slurm's task 0, which is the first node of the step, and the variable that names it. If the step has only
+/// one node, the host is 127.0.0.1, as the ranks need no network.
 fn slurm_host(get: Lookup<'_>) -> Option<(&'static str, String)> {
     get("SLURM_PROCID")?;
     for name in ["SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"] {

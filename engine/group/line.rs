@@ -1,5 +1,5 @@
-//! What a control connection goes over: TCP; or, between processes of one host that share memory, the unix socket on which they
-//! exchanged descriptors. No rule about packets and no interface that goes down separates those from each other.
+//! The socket under a control connection: TCP; or, between processes of one host that share memory, the unix socket over which they
+//! exchanged descriptors. No firewall rule and no interface that goes down can cut a unix socket.
 
 use std::io;
 use std::pin::Pin;
@@ -14,13 +14,13 @@ pub(super) enum Line {
     Unix(UnixStream),
 }
 
-/// Its reading half.
+/// The reading half of a [`Line`].
 pub(super) enum LineIn {
     Tcp(tcp::OwnedReadHalf),
     Unix(unix::OwnedReadHalf),
 }
 
-/// Its writing half. Dropped, it is shut down.
+/// The writing half of a [`Line`]. Dropping it shuts the socket down for writing.
 pub(super) enum LineOut {
     Tcp(tcp::OwnedWriteHalf),
     Unix(unix::OwnedWriteHalf),
@@ -42,7 +42,7 @@ impl Line {
 }
 
 impl LineOut {
-    /// Writes what there is room for, from any thread.
+    /// Writes as many bytes as the socket takes at once, and returns their number. Any thread may call this.
     pub(super) fn try_write(&self, bytes: &[u8]) -> io::Result<usize> {
         match self {
             LineOut::Tcp(half) => half.try_write(bytes),

@@ -21,12 +21,12 @@ use super::registration::{Connected, News, Registration, Table};
 use super::wire::{self, Frames};
 use crate::types::Rank;
 
-/// How long rank 0 tries to tell everyone how it ended.
+/// How long rank 0 tries to tell all ranks why the world did not form.
 const TELLING: Duration = Duration::from_secs(5);
 
 type Outbox = mpsc::UnboundedSender<Arc<Vec<u8>>>;
 
-/// What happens at rank 0's door.
+/// What rank 0 hears of the other ranks until all are connected.
 pub(super) enum Event {
     Came {
         registration: Box<Registration>,
@@ -37,18 +37,18 @@ pub(super) enum Event {
         rank: Rank,
         visit: u64,
     },
-    /// A rank is connected to all others: of a world that has formed. Rank 0 says so itself.
+    /// The world has formed, and this rank is connected to all others. Rank 0 sends this for itself, too.
     Connected {
         rank: Rank,
         visit: u64,
         said: Connected,
     },
-    /// A member could not be let in, for rank 0 has run out of something. The member knows why.
+    /// Rank 0 could not let a rank register, as it had no descriptor left. The rank was told so.
     TurnedAway {
         rank: Rank,
         why: String,
     },
-    /// There can be no world: why.
+    /// There can be no world, for this reason.
     Hopeless(String),
 }
 
@@ -57,7 +57,7 @@ struct Visitor {
     registration: Registration,
     /// Process and address, for messages to people.
     who: String,
-    /// The address of this rank that it reached.
+    /// The address of rank 0 that the visitor has reached.
     reached: Option<IpAddr>,
     visit: u64,
     outbox: Outbox,
@@ -72,14 +72,14 @@ pub(super) struct Lobby<'a> {
     visitors: BTreeMap<Rank, Visitor>,
     /// Ranks that came and went away again.
     left: BTreeMap<Rank, String>,
-    /// Those who cannot have a place, and must hear why.
+    /// Outboxes of ranks that came and cannot be part of this world; they are told why.
     turned_away: Vec<Outbox>,
     visits: u64,
-    /// Why there will be no world, as a rank cannot take part in it.
+    /// Why a rank cannot take part, so that there will be no world.
     unfit: Option<String>,
-    /// Ranks that came, and could not be let in: they know why.
+    /// Ranks that came when rank 0 had no descriptor left ([`Event::TurnedAway`]).
     turned_back: BTreeSet<Rank>,
-    /// Who was missing when that was last told, and to whom.
+    /// The missing ranks, and `visits`, when the visitors were last told who is missing.
     told: (Vec<Rank>, u64),
     watchers: JoinSet<()>,
     writers: JoinSet<()>,
@@ -127,9 +127,9 @@ impl<'a> Lobby<'a> {
                 self.turned_back.insert(rank);
                 Ok(())
             }
-            // Who was told that there will be no world goes.
+            // Ranks that were told that there will be no world leave, as they should.
             Event::Left { .. } | Event::Connected { .. } if self.unfit.is_some() => Ok(()),
-            // (There is nothing yet that a rank could be connected to.)
+            // A rank that says `Connected` before the world has formed is wrong, and counts as one that left.
             Event::Left { rank, visit } | Event::Connected { rank, visit, .. } => {
                 if self.visitors.get(&rank).is_some_and(|v| v.visit == visit)
                     && let Some(visitor) = self.visitors.remove(&rank)
@@ -146,7 +146,7 @@ impl<'a> Lobby<'a> {
         let rank = registration.rank;
         let who = format!("process {} at {peer}", registration.process.pid);
         if rank == 0 && registration.process == self.own.process {
-            // It looked for a signpost, and its own address led back to it.
+            // This is rank 0 itself: it looked for a signpost (`signpost.rs`), and the address led to its own listener.
             return Ok(());
         }
         let reached = stream.local_addr().ok().map(|a| a.ip().to_canonical());
@@ -198,7 +198,7 @@ impl<'a> Lobby<'a> {
         ))
     }
 
-    /// Keeps a visitor's connection: notices its end, or its word, and sends what is put in the outbox.
+    /// Serves a visitor's connection: reports when it ends or brings a message, and sends the frames that are put in the outbox.
     fn attend(&mut self, rank: Rank, visit: u64, stream: TcpStream) -> Outbox {
         let (mut read, mut write) = stream.into_split();
         let events = self.events.clone();
@@ -222,7 +222,7 @@ impl<'a> Lobby<'a> {
         outbox
     }
 
-    /// Tells those who wait for whom they wait, if that has changed.
+    /// Tells the visitors which ranks are missing, if there is news of that.
     pub(super) fn spread_news(&mut self) {
         let now = (self.missing(), self.visits);
         if now == self.told {
@@ -237,7 +237,7 @@ impl<'a> Lobby<'a> {
         self.told = now;
     }
 
-    /// Tells those who are here why there will be no world, if a rank cannot take part in it; whether that is so.
+    /// If a rank cannot take part, tells the visitors why there will be no world, and returns `true`.
     pub(super) fn tell_unfit(&mut self) -> bool {
         let Some(problem) = &self.unfit else { return false };
         if let Ok(frame) = wire::encode(&News::Failed { problem: problem.clone() }) {
@@ -250,7 +250,7 @@ impl<'a> Lobby<'a> {
         true
     }
 
-    /// What to say when the time is over.
+    /// The error if not all ranks have come before the deadline.
     pub(super) fn too_late(&self) -> String {
         if let Some(problem) = &self.unfit {
             return problem.clone();
@@ -296,7 +296,7 @@ impl<'a> Lobby<'a> {
         }
     }
 
-    /// The world has formed: everyone gets the table. `events` are those that this lobby was told of.
+    /// The world has formed: everyone gets the table. `events` receives what this lobby's watchers report.
     pub(super) async fn close_with_table(
         self,
         world: [u8; 16],
@@ -335,7 +335,7 @@ impl<'a> Lobby<'a> {
         Ok((table, Visitors { connecting, awaiting, events, tell, _watchers, writers }))
     }
 
-    /// Where a rank that reached this one at `reached` finds its listener: there first.
+    /// The addresses of rank 0's listener for a rank that has reached rank 0 at `reached`, which comes first.
     fn own_addresses(&self, reached: Option<IpAddr>) -> Vec<SocketAddr> {
         let Some(bound) = self.own.addresses.first().filter(|a| a.ip().is_unspecified()) else {
             return self.own.addresses.clone();

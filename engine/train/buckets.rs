@@ -25,7 +25,7 @@ use crate::device::{Device, zero_on_device};
 use crate::error::{Error, Failed};
 use crate::mem::{AnyBuf, Buf, RawBuf, elements};
 
-/// Buckets of a step in flight at a time.
+/// At most so many buckets of a step are in flight at a time.
 const MOST_IN_FLIGHT: usize = 512;
 
 /// Gradients of one model, reduced over all ranks in buckets while the backward pass still computes: see the
@@ -43,7 +43,7 @@ pub struct Buckets<B: Buf = AnyBuf> {
     comm: Comm,
     layout: Vec<Param>,
     options: Options,
-    /// Where gradients on devices are, once that is known.
+    /// The device of this rank's gradients, once that is known.
     device: Option<Device>,
     set: BucketSet<B>,
     grads: Gradients<B>,
@@ -66,8 +66,8 @@ impl<B: Buf> Buckets<B> {
     ///
     /// # Errors
     /// [`Error::Invalid`], on all ranks alike, where layouts differ (it names a rank, and what that rank and rank 0 have), and for a
-    /// layout that cannot be used. Else as [`dup`](SharedComm::dup), which makes a communicator for the buckets alone, and, where gradients are
-    /// on devices to which `comm` is bound, as the binding of that one.
+    /// layout that cannot be used. Else the errors of [`dup`](SharedComm::dup), which makes a communicator for the buckets alone, and, where
+    /// gradients are on devices and `comm` is bound to one, of binding the new communicator likewise.
     pub async fn new(comm: &SharedComm, layout: &[Param]) -> Result<Buckets<B>, Error> {
         Buckets::with(comm, layout, Options::default()).await
     }
@@ -92,7 +92,7 @@ impl<B: Buf> Buckets<B> {
             grads: Gradients::new(layout, &options),
             progress: Progress::default(),
             times: Times::new(),
-            // Sharded buckets are never formed anew: what a rank owns must not change.
+            // Sharded buckets are never formed anew: the elements that a rank owns must not change.
             order: PushOrder {
                 is_learnt: options.sharded,
                 pushed: Vec::with_capacity(n),
@@ -108,16 +108,16 @@ impl<B: Buf> Buckets<B> {
         self.set.form((&self.layout, &self.options), order, &self.comm)
     }
 
-    /// Hands in the gradient of parameter `i` of the layout, the last or only one of this step. If its bucket is complete now, and those
-    /// before it are launched, it is launched before this returns, unless 512 are in flight or the order of a joined step is still to come;
-    /// nothing is waited for.
+    /// Hands in the gradient of parameter `i` of the layout: the only one of this step, or that of the last micro-batch. A bucket that this
+    /// completes is launched at once if all before it are, unless 512 are in flight, or the order learnt from a [joined](Self::join) step is
+    /// still to come. The call waits for nothing.
     ///
     /// Where gradients of the same parameter were [accumulated](Self::accumulate), their sum is added to this one first, and the buffer
     /// that held it comes back.
     ///
     /// # Errors
     /// The gradient comes back, and nothing has happened: [`Error::Invalid`] where there is no such parameter, its gradient has another
-    /// length, type or place, or it was pushed before in this step; the cause, where the communicator is dead:
+    /// length, type or place, or it was pushed before in this step; or, where the communicator is dead, the cause of that:
     /// [`finish`](Self::finish) then gives back what was pushed before.
     pub fn push(&mut self, i: usize, mut grad: B) -> Result<Option<B>, Failed<B>> {
         let checked = self.check("push", i, &mut grad);
@@ -130,8 +130,7 @@ impl<B: Buf> Buckets<B> {
     }
 
     /// Adds a gradient of parameter `i` to those of earlier micro-batches of this step. Nothing is sent before the last one is
-    /// [pushed](Self::push), or the step is finished. The first is kept; of all others the buffer comes back at once, its contents
-    /// unchanged.
+    /// [pushed](Self::push), or the step is finished. The first gradient is kept; the buffers of all others come back at once, unchanged.
     ///
     /// # Errors
     /// As [`push`](Self::push).
@@ -165,8 +164,8 @@ impl<B: Buf> Buckets<B> {
         self.comm.check()
     }
 
-    /// Checks that a buffer has the type, length and place of parameter `i`, and is on the device `ours`, which it sets if there is none yet.
-    /// `what` names the buffer in errors.
+    /// Checks that a buffer has the type, length and place of parameter `i`, and, on a device, that this is `ours`, the device of this rank's
+    /// gradients; sets `ours` if it is not known yet. `what` names the buffer in errors.
     fn check_fits(
         &self,
         call: &str,
@@ -196,7 +195,7 @@ impl<B: Buf> Buckets<B> {
         Ok(())
     }
 
-    /// The gradient of a parameter is complete.
+    /// Notes that the gradient of a parameter is complete, and launches all buckets that may be launched now.
     fn enter(&mut self, i: usize) {
         self.grads.is_pushed[i] = true;
         if self.device.is_none() && self.layout[i].is_on_device() {
@@ -208,7 +207,7 @@ impl<B: Buf> Buckets<B> {
         self.launch();
     }
 
-    /// Launches all buckets that may be launched now. If one is refused, the end of the step gives the error.
+    /// Launches all buckets that may be launched now. If a launch fails, the end of the step gives the error.
     fn launch(&mut self) {
         let before = self.progress.launched;
         self.launch_full();
@@ -229,7 +228,7 @@ impl<B: Buf> Buckets<B> {
             }
             let how = (self.options.op, progress.scale);
             let grads = (&mut self.grads.bufs[..], &mut self.grads.residuals[..]);
-            // Once a bucket could not be launched, no later one is: the other ranks would take that for the missing one.
+            // Once a bucket could not be launched, no later one is: the other ranks would take the later one for the one that is missing.
             if progress.broken.is_none()
                 && let Err(error) = bucket.launch(&mut self.comm, how, grads)
             {
@@ -243,9 +242,9 @@ impl<B: Buf> Buckets<B> {
         }
     }
 
-    /// Makes this step's result the mean over the samples of all ranks. This rank's gradients are means over `samples` of them, and are
-    /// multiplied by its share of all samples. Collective, before the first push of a step; one number of each rank is gathered, so call it
-    /// when the batch is known, and await it to its end.
+    /// Makes this step's result the mean over the samples of all ranks. This rank's gradients are means over its own `samples`
+    /// samples, and are multiplied by its share of all samples. Collective, before the first push of a step. One number of each rank is
+    /// gathered: call this when the size of the batch is known, and await it to its end.
     ///
     /// # Errors
     /// [`Error::Invalid`] where gradients were pushed in this step already, and for a layout with integers, of which there is no weighed
@@ -274,9 +273,9 @@ impl<B: Buf> Buckets<B> {
     }
 
     /// Waits until all buckets are reduced, and gives every gradient back: the mean over all ranks (or their sum), in the order of the
-    /// layout. The buckets are then ready for the next step, also where what is returned is dropped.
+    /// layout. The buckets are then ready for the next step, even if the returned iterator is dropped.
     ///
-    /// What was accumulated, and not pushed, is pushed now.
+    /// Gradients that were accumulated, and not pushed, are pushed now.
     ///
     /// Cancel safe: where the future is dropped, call it again to end the step.
     ///
@@ -295,11 +294,10 @@ impl<B: Buf> Buckets<B> {
 
     /// [`finish`](Self::finish), where ranks may have no gradient for some parameters. Where any rank has one, the others reduce zeros,
     /// which count in the mean, and get the result in memory that `memory(i, param)` gives; where no rank has any, the result is `None`.
-    /// All ranks call it, also those
-    /// that have all.
+    /// All ranks call it, also those that have all gradients.
     ///
     /// # Errors
-    /// As `finish`; [`Error::Invalid`] where `memory` gives what does not fit, and then the step goes on.
+    /// As `finish`; [`Error::Invalid`] where `memory` gives a buffer that does not fit the parameter: the step then goes on.
     pub async fn finish_some(
         &mut self,
         mut memory: impl FnMut(usize, &Param) -> B,
@@ -324,8 +322,8 @@ impl<B: Buf> Buckets<B> {
         Ok(self.grads.hand_back_used(&self.used.used))
     }
 
-    /// Forgets the order that was learnt: the end of this step, or of the next if none has begun, learns it anew. All ranks call it in
-    /// the same step. Nothing is learnt where buckets are sharded.
+    /// Forgets the order of rank 0's pushes, by which buckets are formed: it is learnt anew at the end of this step, or of the next if none
+    /// has begun. All ranks call it in the same step. Nothing is learnt where buckets are sharded.
     pub fn relearn(&mut self) {
         self.order.is_learnt = self.options.sharded;
     }
@@ -345,7 +343,7 @@ impl<B: Buf> Buckets<B> {
         self.comm.close().await
     }
 
-    /// What is returned of a step that cannot be finished as it is: if the communicator is dead, why, and all gradients.
+    /// The failure of a finish that was refused for `error`; if the communicator is dead, the cause of that, with all gradients.
     async fn refused(&mut self, error: Error) -> Failed<Back<B>> {
         match self.comm.check() {
             Ok(()) => Failed { buf: None, error },
@@ -361,7 +359,7 @@ impl<B: Buf> Buckets<B> {
         }
     }
 
-    /// Waits for all buckets, then for what ranks tell each other at the end of a step.
+    /// Waits for all buckets, then for the messages of [`exchange`] at the end of a step; `unites`: also for [`UsedParams::unite`].
     async fn land(&mut self, unites: bool) -> Result<(), Failed<Back<B>>> {
         self.times.called.get_or_insert_with(Instant::now);
         match self.try_land(unites).await {
@@ -396,12 +394,12 @@ impl<B: Buf> Buckets<B> {
         Ok(())
     }
 
-    /// Where the time of the last step went that was finished; `None` before the first.
+    /// How the time of the last finished step was spent; `None` before the end of the first.
     pub fn report(&self) -> Option<Report> {
         self.times.report(self.comm.recorder())
     }
 
-    /// The next step.
+    /// Makes all ready for the next step.
     fn begin(&mut self) {
         (self.times.began, self.times.called) = (Instant::now(), None);
         self.progress = Progress::default();
@@ -413,7 +411,7 @@ impl<B: Buf> Buckets<B> {
         self.set.buckets.iter_mut().for_each(Bucket::empty);
     }
 
-    /// Ends the communicator for an error, if it is not dead: the others would wait for what this rank does not call any more. Gives the cause.
+    /// Ends the communicator for an error, if it is not dead: other ranks would wait for collectives that this one no longer calls. Gives the cause.
     fn end_comm(&mut self, error: Error) -> Error {
         let error = self.progress.broken.take().unwrap_or(error);
         if self.comm.check().is_ok() {
@@ -422,22 +420,22 @@ impl<B: Buf> Buckets<B> {
         error
     }
 
-    /// A step has failed: ends the communicator, and gives all back.
+    /// A step has failed: ends the communicator, and gives all gradients back.
     async fn failed(&mut self, error: Error) -> Failed<Back<B>> {
         let error = self.end_comm(error);
         Failed { buf: Some(self.take_back().await), error }
     }
 
-    /// Waits for what is on its way on a communicator that is dead, and gives all back.
+    /// Waits for the operations in flight of a communicator that is dead, and gives all gradients back.
     async fn take_back(&mut self) -> Back<B> {
         for bucket in &mut self.set.buckets {
-            // Why is known already.
+            // The cause of the failure is known already.
             let _ = bucket.land(&mut self.grads.bufs).await;
         }
         self.back()
     }
 
-    /// All that is here, of a step that has failed.
+    /// Gives all gradients that are here of a step that has failed, and makes all ready for the next.
     fn back(&mut self) -> Back<B> {
         let back = self.grads.take_own();
         self.begin();

@@ -521,7 +521,9 @@ fn a_rank_of_many_groups() {
             let mut group = world.split(0, rank as i64).await.unwrap();
             // 64 KB to each other rank: by all links, and in pieces over the narrow ones.
             let all = group.all_to_all(vec![rank as u32; size << 14]).await.unwrap();
-            assert!((0..size).all(|from| all[from << 14..from + 1 << 14].iter().all(|x| *x == from as u32)));
+            assert!(
+                (0..size).all(|from| all[from << 14..(from + 1) << 14].iter().all(|x| *x == from as u32))
+            );
             groups.push(group);
         }
         println!("pinned with all: {}", world.stats().registered_bytes);

@@ -1,8 +1,8 @@
-//! Messages of a device's memory that a library moves.
+//! Messages from device memory to device memory that a library moves (NCCL).
 //!
-//! Sender and receiver find each other, and compare what they call, as for any message that is announced. When they have, the receiver
-//! clears it with the time at which its device could launch it; the sender knows another, and tells the receiver the later of both
-//! ([`Turn`]). Each gives the library what is due, as much at once as is due one behind the other.
+//! Sender and receiver find each other, and compare their calls, as for any message that is announced. Then they agree on a launch time
+//! ([`Turn`]): the receiver clears the message with the earliest time of its device, and the sender answers with the later of this and
+//! its own device's. Each rank gives the library, in one call, all messages that are due before any other operation.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -23,22 +23,22 @@ struct Batch {
     state: Arc<Mutex<Standing>>,
 }
 
-/// How far the library and the device are with a batch. Nobody calls either with this locked.
+/// How far the library and the device are with a batch. Nobody calls the library or the driver while holding this lock.
 #[derive(Default)]
 struct Standing {
-    /// Until all is on the stream.
+    /// The turns of the batch's messages; taken out when all messages are on the stream.
     turns: Vec<Turn>,
-    /// A command that asks the library how far it is has been appended, and has not been carried out.
+    /// A command of [`Batch::ask`] is queued, and has not run yet.
     is_asking: bool,
     is_on_stream: bool,
-    /// How it ended there, once it has.
+    /// The batch's result, once the stream has come to its end.
     ended: Option<Result<(), Error>>,
 }
 
-/// What the library has, and is to get.
+/// The batches that the library has, and how many messages it is still to get.
 #[derive(Default)]
 pub(super) struct Launches {
-    /// How many messages have a time, and were not given to it.
+    /// How many messages have named a time, and were not given to the library yet.
     to_come: usize,
     /// Oldest first. All but the last are on the stream.
     batches: VecDeque<Batch>,
@@ -51,7 +51,7 @@ impl Launches {
 }
 
 impl Batch {
-    /// Has the messages given to the library.
+    /// Queues a command that gives the messages to the library.
     fn launch(&self, moved: Vec<Moved>) {
         let (path, state) = (self.path.clone(), self.state.clone());
         self.path.commands.put(move || {
@@ -61,14 +61,14 @@ impl Batch {
             ordered?;
             path.stream.will_wait();
             // SAFETY: the buffers are as long as is said, of this rank's device, and the in-flight table owns them until the messages
-            // have finished. Their streams have come to the calls (`Call::launched`). If the communicator dies first,
+            // have finished. Each starts after its buffer's stream has come to the call (`Call::launched_message`). If the communicator dies first,
             // `Run::tear_down` aborts the library, and gives the buffers back when no command is under way and the library is
             // quiet, or never.
             unsafe { path.whole.exchange(&moved, &path.stream) }
         });
     }
 
-    /// Has the library asked how far it is. When all is on the stream, its end is marked there.
+    /// Queues a command that asks the library how far it is. If the whole batch is on the stream, the command marks its end there.
     fn ask(&self) {
         let (path, state) = (self.path.clone(), self.state.clone());
         self.path.commands.put(move || {
@@ -94,11 +94,11 @@ impl Batch {
 }
 
 impl Messages {
-    /// Names a time for a message whose both ends were called.
+    /// Names a time for a message that both its sender and its receiver have called.
     fn turn(&self, message: &Message, path: &Arc<MessagePath>) -> Turn {
         let (ours, theirs) = (self.rank as u64, message.peer as u64);
         let (from, to) = if message.direction == Direction::Send { (ours, theirs) } else { (theirs, ours) };
-        // No collective has so high a number.
+        // No collective has the number `u64::MAX`, so it marks the name as a message's.
         let parts = [self.generation.into(), u64::MAX, from, to, message.tag.into(), message.number];
         let name = parts.into_iter().fold(self.comm, mix);
         let (comm, number, signature) = (path.comm.clone(), message.number, message.signature);
@@ -106,7 +106,7 @@ impl Messages {
         path.order.turn(Called { what, name, waker: path.waker.clone() })
     }
 
-    /// A receive, `i` of those from `rank`, has its send: gives the answer to that.
+    /// Receive `i` from `rank` has met its send: names a time, and queues the answer that clears the send.
     pub(super) fn clears(&mut self, rank: Rank, i: usize) {
         let message = &self.peers[rank].recvs[i].message;
         let (tag, number) = (message.tag, message.number);
@@ -118,7 +118,7 @@ impl Messages {
         peer.answers.push_back(Answer { kind: Type::Clear, tag, number, time });
     }
 
-    /// A send, `i` of those to `rank`, was cleared with this time.
+    /// The receiver has cleared send `i` to `rank` with this time: agrees on the later of both, and queues it as the answer.
     pub(super) fn cleared(&mut self, rank: Rank, i: usize, time: u64) {
         let message = &self.peers[rank].sends[i].message;
         let (tag, number) = (message.tag, message.number);
@@ -131,7 +131,7 @@ impl Messages {
         peer.answers.push_back(Answer { kind: Type::Agree, tag, number, time });
     }
 
-    /// Both ends of a receive have agreed on this time.
+    /// The sender has answered with the time on which both ends of this receive agree.
     pub(super) fn agreed(&mut self, rank: Rank, (tag, number): (u32, u64), time: u64) -> Result<(), Error> {
         let mut recvs = self.peers[rank].recvs.iter_mut();
         let found = recvs.find(|m| m.message.tag == tag && m.message.number == number);
@@ -147,12 +147,12 @@ impl Messages {
         !self.launches.is_empty()
     }
 
-    /// Whether the library is at some of them on the host.
+    /// Whether the library has yet to put some of its messages on the stream.
     pub(crate) fn is_in_progress(&self) -> bool {
         self.launches.batches.back().is_some_and(|batch| !batch.state.lock().is_on_stream)
     }
 
-    /// Goes on with what the library has, and gives it what is due. Whether anything moved.
+    /// Drives the batches that the library has, and gives it the messages that are due. Returns whether anything moved.
     pub(super) fn launch(&mut self) -> Result<bool, Error> {
         let mut any = false;
         while self.end_batch()? {
@@ -170,7 +170,7 @@ impl Messages {
         Ok(self.launches.to_come > 0 && self.launch_due()? || any)
     }
 
-    /// Gives the library what is due.
+    /// Gives the library the messages that are due, as one batch. Returns whether there were any.
     fn launch_due(&mut self) -> Result<bool, Error> {
         let all = || self.peers.iter().flat_map(|peer| peer.sends.iter().chain(&peer.recvs));
         let mut timed = all().filter_map(|m| Some((m.turn.as_ref()?.number(), m))).collect::<Vec<_>>();
@@ -202,7 +202,7 @@ impl Messages {
         let Some(batch) = self.launches.batches.front() else { return Ok(false) };
         let ended = batch.state.lock().ended.clone();
         let is_over = ended.transpose()?.is_some();
-        // What has failed there may never come to its end, and what has come to it may have failed.
+        // Asked in both cases: a batch that failed may never end on its stream, and one that has ended may have failed.
         batch.path.whole.check()?;
         if !is_over {
             return Ok(false);

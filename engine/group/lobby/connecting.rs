@@ -1,6 +1,6 @@
-//! Rank 0's view of the others from the table on, until each of them is connected to all. One that dies meanwhile may be awaited by others that
-//! have no connection to it yet: rank 0, to which it has one since it registered, tells them. Where hosts may talk by RDMA, rank 0 hears from each how
-//! its trials went, and tells all what comes of that.
+//! Rank 0's view of the other ranks after it has sent the table, until each of them is connected to all. A rank that dies meanwhile may be
+//! awaited by ranks that have no connection to it yet. Rank 0 has one, over which the rank registered, and tells them. Where hosts may talk
+//! by RDMA, each rank tells rank 0 how its trials went, and rank 0 tells all ranks whether links use RDMA.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -25,22 +25,23 @@ pub(in crate::group) struct Visitors {
 }
 
 impl Visitors {
-    /// Where rank 0 says that it is connected to all others itself.
+    /// The channel by which rank 0's own task says that rank 0 is connected to all others.
     pub(in crate::group) fn tell(&self) -> mpsc::UnboundedSender<Event> {
         self.tell.clone()
     }
 
-    /// Tells those that are connecting, rank 0 by `gave_up`, of each that goes away before it is connected to all. Ends when none is left.
+    /// Tells the ranks of each rank that goes away before it is connected to all; rank 0 is told by `gave_up`. Ends when no rank is connecting
+    /// any more.
     ///
-    /// Where the ranks try RDMA (`verdict`), those that are connected wait until all are, and then are told, rank 0 by `verdict`, whether links go over
-    /// it: they do if no trial has failed.
+    /// Where the ranks try RDMA, `verdict` is given. Ranks that are connected then wait until all are, and are told whether links go over
+    /// RDMA, rank 0 by `verdict`: links do if no trial has failed.
     pub(in crate::group) async fn watch(
         mut self,
         gave_up: mpsc::UnboundedSender<(Rank, String)>,
         mut verdict: Option<oneshot::Sender<Tried>>,
     ) {
         let mut is_rank_0_connected = false;
-        // The failure that the lowest rank has reported, in whatever order reports come.
+        // Of all failures that were reported, that of the lowest rank: so the order in which reports come does not matter.
         let mut failed: Option<(Rank, String)> = None;
         while !self.connecting.is_empty() || verdict.is_some() && !is_rank_0_connected {
             match self.events.recv().await {
@@ -75,7 +76,7 @@ impl Visitors {
             self.tell_all(&News::Connected { rdma: Some(tried.clone()) });
             let _ = verdict.send(tried);
         }
-        // Waits until the writers have sent what is in the outboxes: the end of this task would end them before.
+        // Waits until the writers have sent what is in the outboxes: the writers end when this task ends.
         self.awaiting.clear();
         while self.writers.join_next().await.is_some() {}
     }

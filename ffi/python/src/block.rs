@@ -1,13 +1,13 @@
-//! Memory that the other ranks of this host read in place, as an object whose memory numpy takes.
+//! A Python object that lends arena memory to numpy. The other ranks of this host read this memory in place.
 
 use allstream::ArenaBuf;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-/// Bytes in memory that the other ranks of this host read where they lie. An array of numpy's on it keeps it.
+/// Bytes in memory that the other ranks of this host read in place. A numpy array over these bytes keeps the `Block` alive.
 #[pyclass(frozen, module = "allstream._native")]
 pub(crate) struct Block {
-    /// The address and the length: the memory itself is never read or written through `_memory`.
+    /// Address and length, for numpy. `Block` never reads or writes the memory: `_memory` only keeps it allocated.
     start: usize,
     len: usize,
     _memory: ArenaBuf<u8>,
@@ -22,7 +22,7 @@ impl Block {
 
 #[pymethods]
 impl Block {
-    /// What numpy asks for: `numpy.asarray(block)` is an array of bytes that lie here.
+    /// numpy reads this attribute: `numpy.asarray(block)` is an array over these bytes, not a copy.
     #[getter]
     fn __array_interface__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let about = PyDict::new(py);

@@ -27,11 +27,11 @@ pub(crate) struct Memory {
     len: usize,
     dtype: DType,
     owner: Owner,
-    /// Given back before the owner is.
+    /// The claim on this range of addresses, given back before the owner is.
     taken: Option<Taken>,
 }
 
-/// What keeps the memory.
+/// The owner that keeps the memory alive.
 enum Owner {
     /// The array itself. None once it was given back.
     Object(Option<Py<PyAny>>),
@@ -45,14 +45,15 @@ struct Tensor {
     stream: Option<Arc<cuda::CallStream>>,
 }
 
-// SAFETY: `start` is of memory that the owner keeps, and both owners may be sent: an object of Python's is touched with the GIL alone, and
+// SAFETY: `start` is of memory that the owner keeps, and both owners may be sent: a Python object is touched only with the GIL held, and
 // `Memory` never drops one itself (`Drop` leaves it to the keeper).
 unsafe impl Send for Memory {}
 
-// SAFETY: for an object, whoever made this (`numpy::look`, `dlpack::look`) has found `len` aligned elements of this type at `start`, one after
-// another, in memory that the array owns or keeps; the array is kept until this is dropped, and a move of this does not move
-// it. They are writable, or the operation that this is given to only reads them (`Use::Read`). That nobody else reads or writes them meanwhile is what the package asks of its users, as every library for Python that works without
-// the GIL does; a second operation of ours on the same memory is refused (`in_flight`). For a tensor the promises are `AnyBuf`'s.
+// SAFETY: for an object, `numpy::look` or `dlpack::look` has found `len` aligned elements of this type at `start`, one after another, in memory
+// that the array owns or keeps. The array is kept until this `Memory` is dropped, and moving the `Memory` does not move the elements. They are
+// writable, or the operation only reads them (`Use::Read`). The package asks its users that nobody else touches them meanwhile, as every Python
+// library does that works without the GIL; a second operation of ours on the same memory waits or is refused (`in_flight`). For a tensor the
+// promises are `AnyBuf`'s.
 unsafe impl Buf for Memory {
     type Elem = Untyped;
     fn len(&self) -> usize {
@@ -82,7 +83,7 @@ impl Drop for Memory {
     }
 }
 
-/// What an array says of its memory.
+/// An array's memory, as the array describes it.
 #[derive(Clone, Copy)]
 struct Found {
     start: *mut u8,
@@ -103,14 +104,14 @@ enum Protocol {
     Capsule,
 }
 
-// SAFETY: the table is read-only, and of a library that is never unloaded; DLPack asks its makers that it lives as long as the process.
+// SAFETY: the table is read-only, and its library is never unloaded: DLPack demands that the table lives as long as the process.
 unsafe impl Send for Protocol {}
 
-/// The protocols of the types that were seen so far, by the address of the type, which is kept.
+/// The protocols of the types seen so far, by the type's address. Each of these types is kept alive.
 static TYPES: Mutex<Vec<(usize, Protocol)>> = Mutex::new(Vec::new());
 
 impl Protocol {
-    /// That of an object's type, if it has one.
+    /// The protocol of an object's type, if it has one.
     fn of(object: &Bound<'_, PyAny>) -> PyResult<Option<Protocol>> {
         let class = object.get_type();
         let at = class.as_ptr() as usize;
@@ -133,7 +134,7 @@ impl Protocol {
         {
             return Ok(Some(Protocol::Table(table)));
         }
-        // numpy's scalars have the structure as well, of a copy: what is written there is lost.
+        // numpy's scalars have the structure as well, but of a copy: writes there would be lost. They have no `__setitem__`.
         if class.hasattr(intern!(py, "__array_struct__"))? && class.hasattr(intern!(py, "__setitem__"))? {
             return Ok(Some(Protocol::ArrayStruct));
         }
@@ -147,7 +148,7 @@ impl Memory {
         Ok(Protocol::of(object)?.is_some())
     }
 
-    /// The memory of an array, for an operation of a call of this name.
+    /// Takes the memory of an array for an operation; `call` is the name of the Python call, for errors.
     ///
     /// # Errors
     /// It is no array; its elements are of no type of ours, do not lie one after another, are read-only where the operation writes, or on a
@@ -168,7 +169,7 @@ impl Memory {
         };
         let (found, owner) = match looked {
             Some(found) if found.device.is_none() => (found, Owner::Object(None)),
-            // What is on a device is taken in the order of a stream, which its library is told with the capsule.
+            // An array on a device is taken in the order of a stream of ours, which its library is told when it is asked for the capsule.
             _ => {
                 let (found, tensor) = dlpack::take(object, how, streams).map_err(|no| no.told(refuse))?;
                 (found, Owner::Tensor(Some(Box::new(tensor))))
@@ -194,7 +195,7 @@ impl Memory {
         Ok(Memory { start, len, dtype, owner, taken })
     }
 
-    /// No elements, of the type of this one: what a rank gives whose input or output is not looked at.
+    /// An empty memory of the same element type: the input or output of a rank for which the operation does not use one.
     pub(crate) fn nothing_like(&self) -> Memory {
         // An address that suits every type.
         let start = std::ptr::without_provenance_mut(align_of::<u128>());
@@ -206,7 +207,7 @@ impl Memory {
         matches!(&self.owner, Owner::Tensor(Some(tensor)) if tensor.stream.is_some())
     }
 
-    /// Its operation has succeeded and is over on the device: another call may have the stream in whose order the array was.
+    /// Notes that the operation has succeeded and is over on the device: another call may have the stream in whose order the array was.
     pub(crate) fn is_done_with(&self) {
         if let Owner::Tensor(Some(tensor)) = &self.owner {
             tensor.stream.iter().for_each(|stream| stream.is_done_with());

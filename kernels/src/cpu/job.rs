@@ -1,4 +1,4 @@
-//! What kernels are given.
+//! [`Job`]: the arguments of a kernel.
 
 use crate::Finish;
 
@@ -10,6 +10,6 @@ pub(super) struct Job<'a> {
     pub start: usize,
     /// Elements in each buffer, with those before `start`.
     pub len: usize,
-    /// What to divide the folded value by, of more than one rank.
+    /// How to divide the folded value, for an average over more than one rank; otherwise `None`.
     pub divisor: Option<Finish>,
 }

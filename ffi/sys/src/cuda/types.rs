@@ -6,19 +6,19 @@ macro_rules! handles {
     ($($(#[$doc:meta])* $name:ident)*) => {$(
         $(#[$doc])*
         ///
-        /// A handle: copying it copies no resource, and using it after that is gone is what the `unsafe` of the
-        /// functions is about.
+        /// A handle: copying it copies no resource. The driver's functions are `unsafe` because a caller may use a
+        /// handle whose resource is gone.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
         #[repr(transparent)]
         pub struct $name(pub *mut c_void);
 
         impl $name {
-            /// None.
+            /// The handle of no resource.
             pub const NULL: $name = $name(std::ptr::null_mut());
         }
 
-        // SAFETY: an opaque name for something of the driver's, which is safe to call from any thread; the handle
-        // itself is never followed.
+        // SAFETY: the driver may be called from any thread, and the handle is only a name to it: the pointer is never
+        // followed here.
         unsafe impl Send for $name {}
         // SAFETY: as above.
         unsafe impl Sync for $name {}
@@ -26,7 +26,7 @@ macro_rules! handles {
 }
 
 handles! {
-    /// A context: what a process has on a device.
+    /// A context: the state of a process on a device.
     CuContext
     /// A stream.
     CuStream
@@ -36,17 +36,17 @@ handles! {
     CuModule
     /// A kernel in a module.
     CuFunction
-    /// What the capture of a stream gives.
+    /// A graph, which the capture of a stream gives.
     CuGraph
     /// A pool that `cuMemAllocAsync` takes memory from.
     CuMemoryPool
 }
 
-/// A device, as the driver counts them.
+/// A device's number, as the driver counts devices.
 pub type CuDevice = c_int;
 /// An address in device memory.
 pub type CuDevicePtr = u64;
-/// What a stream calls on the host.
+/// A function that a stream calls on the host.
 pub type CuHostFn = unsafe extern "C" fn(*mut c_void);
 
 /// The identity of a device.
@@ -54,37 +54,37 @@ pub type CuHostFn = unsafe extern "C" fn(*mut c_void);
 #[repr(C)]
 pub struct CuUuid(pub [u8; 16]);
 
-/// What another process opens device memory by.
+/// A handle by which another process opens device memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(C)]
 pub struct CuIpcMemHandle(pub [u8; 64]);
 
-/// What another process opens an event by.
+/// A handle by which another process opens an event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(C)]
 pub struct CuIpcEventHandle(pub [u8; 64]);
 
-/// Where memory is, or who is to reach it.
+/// Where memory is, or which device is to reach it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(C)]
 pub struct CuMemLocation {
-    /// What kind of place: [`CU_MEM_LOCATION_TYPE_DEVICE`].
+    /// The kind of place: [`CU_MEM_LOCATION_TYPE_DEVICE`].
     pub kind: c_int,
-    /// Which of them.
+    /// Which place of that kind: the number of the device.
     pub id: c_int,
 }
 
-/// Who may do what with memory.
+/// How a device may access memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(C)]
 pub struct CuMemAccessDesc {
-    /// Who.
+    /// The device.
     pub location: CuMemLocation,
-    /// What: [`CU_MEM_ACCESS_FLAGS_PROT_READWRITE`].
+    /// The access that it has: [`CU_MEM_ACCESS_FLAGS_PROT_READWRITE`].
     pub flags: c_int,
 }
 
-/// A word that a stream waits for, or writes, as one of a list (`CUstreamBatchMemOpParams`).
+/// One entry of a list of waits and writes for a stream (`CUstreamBatchMemOpParams`): the stream waits for a word, or writes one.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
 pub struct CuStreamMemOp {
@@ -97,41 +97,42 @@ pub struct CuStreamMemOp {
 }
 
 impl CuStreamMemOp {
-    /// The stream waits until the word of 32 bits shows this value or more, on a circle.
+    /// The stream waits until the 32-bit word shows this value or more, modulo 2^32: until `word - value` is not negative as an `i32`.
     pub const fn wait(address: CuDevicePtr, value: u32) -> CuStreamMemOp {
         let (value, flags) = (value as u64, CU_STREAM_WAIT_VALUE_GEQ);
         CuStreamMemOp { kind: CU_STREAM_MEM_OP_WAIT_VALUE_32, address, value, flags, alias: 0, pad: 0 }
     }
 
-    /// The stream writes the word of 32 bits, behind everything that it wrote before.
+    /// The stream writes this value to the 32-bit word, after everything that it wrote before.
     pub const fn write(address: CuDevicePtr, value: u32) -> CuStreamMemOp {
         let (value, flags) = (value as u64, CU_STREAM_WRITE_VALUE_DEFAULT);
         CuStreamMemOp { kind: CU_STREAM_MEM_OP_WRITE_VALUE_32, address, value, flags, alias: 0, pad: 0 }
     }
 
-    /// The word.
+    /// The word's address.
     pub fn address(&self) -> CuDevicePtr {
         self.address
     }
 
-    /// What it is to show, or what is written.
+    /// The value that the stream waits for, or writes.
     pub fn value(&self) -> u32 {
         self.value as u32
     }
 
-    /// If it is a wait: what reached the device before that was met is visible to what comes behind it on the stream, also if another device wrote it.
+    /// Makes a wait flush the writes of other devices too: those that reached this device before the wait was met are visible to later work
+    /// on the stream. A write stays as it is.
     pub fn flush(&mut self) {
         if self.is_wait() {
             self.flags |= CU_STREAM_WAIT_VALUE_FLUSH;
         }
     }
 
-    /// As the driver has them.
+    /// The flags, as the driver takes them.
     pub fn flags(&self) -> u32 {
         self.flags
     }
 
-    /// Whether the stream waits. Else it writes.
+    /// Whether the stream waits for the word; otherwise it writes the word.
     pub fn is_wait(&self) -> bool {
         self.kind == CU_STREAM_MEM_OP_WAIT_VALUE_32
     }
@@ -147,7 +148,7 @@ macro_rules! constants {
     };
 }
 
-/// The stream that differs from thread to thread.
+/// The default stream of the calling thread: each thread has its own.
 pub const CU_STREAM_PER_THREAD: CuStream = CuStream(std::ptr::without_provenance_mut(2));
 
 constants! {
@@ -194,7 +195,7 @@ constants! {
     CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR: c_int = 76;
     CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM: c_int = 91;
     CU_DEVICE_ATTRIBUTE_HOST_REGISTER_SUPPORTED: c_int = 99;
-    /// Whether streams wait for and write words of 64 bits. Words of 32 bits need no leave since CUDA 11.7.
+    /// Whether streams can wait for and write 64-bit words. Since CUDA 11.7 they always can with 32-bit words.
     CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS: c_int = 122;
     CU_DEVICE_ATTRIBUTE_CAN_USE_STREAM_WAIT_VALUE_NOR: c_int = 123;
     CU_DEVICE_ATTRIBUTE_IPC_EVENT_SUPPORTED: c_int = 125;
