@@ -550,7 +550,7 @@ fn pinned(said: &str, when: &str) -> usize {
 /// Memory for what peers send is bounded; beyond that each link pins 16 KB.
 #[test]
 fn many_groups_pin_little_each() {
-    let (ranks, groups, most) = test_support::times((4, 12, 4), (8, 20, 8), (8, 100, 40));
+    let (ranks, groups, most) = test_support::times((4, 12, 4), (8, 10, 8), (8, 100, 40));
     let program = std::env::current_exe().unwrap();
     let rank = ["--exact", "rdma::a_rank_of_many_groups", "--ignored", "--nocapture"];
     let (ranks_text, groups_text, most_text) = (ranks.to_string(), groups.to_string(), most.to_string());
