@@ -180,9 +180,9 @@ impl Port {
         let posted = unsafe { tx.post(header, at)? };
         let gone = posted == Posted::Copied && tx.leaves();
         let elsewhere = posted == Posted::Held && !is_in_slot && tx.touches(at, header.len as usize);
-        let is_on_its_way = tx.arrives_unread();
+        let is_free = posted == Posted::Copied || is_in_slot && tx.arrives_unread();
         self.remember(peer, slot, gone, elsewhere, source);
-        Ok(posted == Posted::Copied || is_in_slot && is_on_its_way)
+        Ok(is_free)
     }
 
     /// Lends a peer memory for reading and writing, the operation's own or a slot that was taken, and remembers it.

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use crate::house::Check;
 use crate::packages::install;
 use crate::part::{PACKAGES, TOOLS};
-use crate::runner;
+use crate::runner::{self, output, target};
 
 /// The package that depends on the newest kernel of its kind, which has `rdma_rxe` as a module (`-cloud-` kernels do not).
 const KERNEL: &str = "linux-image-amd64";
@@ -53,21 +53,6 @@ fn is_there(program: &str) -> bool {
     ["/usr/bin", "/usr/sbin", "/bin", "/sbin"].iter().any(|folder| Path::new(folder).join(program).is_file())
 }
 
-/// Runs a command to its end; what it printed, or what it complained of.
-fn output(command: &mut Command) -> Result<String, String> {
-    let name = command.get_program().to_string_lossy().into_owned();
-    let output = command.stdin(Stdio::null()).output().map_err(|error| format!("{name}: {error}"))?;
-    let said = String::from_utf8_lossy(&output.stdout).into_owned();
-    match output.status.success() {
-        true => Ok(said),
-        false => Err(format!(
-            "{name}: {}: {said}{}",
-            output.status,
-            String::from_utf8_lossy(&output.stderr).trim()
-        )),
-    }
-}
-
 fn at(path: &Path) -> impl Fn(std::io::Error) -> String + '_ {
     move |error| format!("{}: {error}", path.display())
 }
@@ -93,11 +78,6 @@ pub(crate) fn needs(root: &Path) -> Result<(), String> {
         .run("true", START)
         .map(drop)
         .map_err(|error| format!("a virtual machine does not start here: {error}"))
-}
-
-/// Where things are built.
-fn target(root: &Path) -> PathBuf {
-    std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root.join("target"), PathBuf::from)
 }
 
 /// Where the machine is kept.

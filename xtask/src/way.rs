@@ -3,9 +3,9 @@
 
 use std::collections::{BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::Command;
 
-use crate::runner;
+use crate::runner::{self, output, target};
 
 /// The function in which callgrind counts (`benches/way.rs`).
 const COUNTED: &str = "*second_call*";
@@ -25,24 +25,13 @@ pub(crate) fn told(root: &Path) -> Result<String, String> {
     Ok(text)
 }
 
-fn said(command: &mut Command) -> Result<String, String> {
-    let name = command.get_program().to_string_lossy().into_owned();
-    let output = command.stdin(Stdio::null()).output().map_err(|error| format!("{name}: {error}"))?;
-    match output.status.success() {
-        true => Ok(String::from_utf8_lossy(&output.stdout).into_owned()),
-        false => {
-            Err(format!("{name}: {}: {}", output.status, String::from_utf8_lossy(&output.stderr).trim()))
-        }
-    }
-}
-
 /// Builds the program and the launcher: where the program is.
 fn built(root: &Path) -> Result<PathBuf, String> {
     let mut launcher = Command::new(runner::cargo());
-    said(launcher.args(["build", "--quiet", "--package", "allstream-cli"]).current_dir(root))?;
+    output(launcher.args(["build", "--quiet", "--package", "allstream-cli"]).current_dir(root))?;
     let mut program = Command::new(runner::cargo());
     program.args(["bench", "--no-run", "--profile", "dev", "--bench", "way", "--message-format", "json"]);
-    let messages = said(program.current_dir(root))?;
+    let messages = output(program.current_dir(root))?;
     let mut executables = messages.lines().filter_map(|line| {
         let message: serde_json::Value = serde_json::from_str(line).ok()?;
         (message["target"]["name"] == "way").then(|| message["executable"].as_str().map(PathBuf::from))?
@@ -52,7 +41,7 @@ fn built(root: &Path) -> Result<PathBuf, String> {
 
 /// What callgrind counted of rank 0 over this link, in its own format.
 fn counted(root: &Path, program: &Path, link: &str) -> Result<String, String> {
-    let target = std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root.join("target"), PathBuf::from);
+    let target = target(root);
     let out = target.join(format!("way.{link}"));
     let rank = format!(
         "if [ $RANK = 0 ]; then exec valgrind --quiet --tool=callgrind --toggle-collect='{COUNTED}' --callgrind-out-file='{}' '{program}'; else exec '{program}'; fi",
@@ -61,7 +50,11 @@ fn counted(root: &Path, program: &Path, link: &str) -> Result<String, String> {
     );
     let mut job = Command::new(target.join("debug").join("allstream"));
     job.args(["run", "-n", "2", "--", "sh", "-c", &rank]);
-    said(job.envs([("ALLSTREAM_LINK", link), ("ALLSTREAM_TUNING", "off"), ("ALLSTREAM_TRACE_DIR", "off")]))?;
+    output(job.envs([
+        ("ALLSTREAM_LINK", link),
+        ("ALLSTREAM_TUNING", "off"),
+        ("ALLSTREAM_TRACE_DIR", "off"),
+    ]))?;
     std::fs::read_to_string(&out).map_err(|error| format!("{}: {error}", out.display()))
 }
 

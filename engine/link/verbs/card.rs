@@ -172,7 +172,7 @@ impl Card {
 
     /// Requests that a sender's queue has to take.
     pub(super) fn requests_to_send(&self, slots: u32, max_message: u32) -> u32 {
-        CELLS as u32 + (slots * cut(LARGEST, max_message).0 as u32).max(PIECES as u32)
+        requests(slots, max_message)
     }
 
     /// Memory for what one peer sends over one link, with as many slots as it wants, or fewer where the rank's areas are large already.
@@ -227,10 +227,15 @@ impl Drop for ReceiveArea {
     }
 }
 
+/// Requests that a sender's queue has to take, if it sends to so many slots; to none over a narrow link.
+fn requests(slots: u32, max_message: u32) -> u32 {
+    CELLS as u32 + (slots * cut(LARGEST, max_message).0 as u32).max(PIECES as u32)
+}
+
 /// How many requests a queue may have; or that these are too few for a frame.
 fn most_requests(limits: &IbvDeviceAttr, max_message: u32) -> Result<u32, String> {
     let most = u32::try_from(limits.max_qp_wr).unwrap_or(0);
-    let needed = CELLS as u32 + (cut(LARGEST, max_message).0 as u32).max(PIECES as u32);
+    let needed = requests(1, max_message);
     if most < needed {
         return Err(format!(
             "its queues take {most} requests, and messages of {max_message} bytes at most: {needed} are needed for a frame of {LARGEST} bytes"

@@ -13,7 +13,7 @@ pub(super) const MOST_SLOTS: u32 = 8;
 /// In the number that comes with a frame: its payload lies in a slot, or has come in pieces.
 const LARGE: u32 = 1 << 31;
 /// In the number that comes with a message: it is a piece of a large frame, and not the last.
-const PART: u32 = 1 << 30;
+pub(super) const PART: u32 = 1 << 30;
 /// What is left of it for a frame's number.
 const NUMBER: u32 = PART - 1;
 /// In a note to the sender: it counts pieces that were copied, and not frames that were released.
@@ -38,9 +38,6 @@ impl Came {
         }
     }
 }
-
-/// The number of a piece that is not a frame's last.
-pub(super) const A_PART: u32 = PART;
 
 /// What the receiver tells the sender: a count, since the link was opened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -3,7 +3,7 @@
 
 use super::credits::{CELLS, COUNT, Came, Note, Receiver, Sender};
 use super::hello::{BYTES, Hello};
-use super::layout::{PIECE, area_bytes, cut, offset, place_of_piece};
+use super::layout::{PIECE_BYTES, area_bytes, cut, offset, place_of_piece};
 use super::pieces::{Assembly, PiecesSent};
 use crate::link::{HEADER_BYTES, Header, INLINE, SLOT};
 
@@ -98,7 +98,7 @@ impl Link {
     /// A piece of a large frame has come.
     fn piece(&mut self, bytes: u32, is_last: bool) -> Option<()> {
         // SAFETY: as large as a narrow link's area.
-        unsafe { self.large.take(self.window.as_ptr(), (bytes, PIECE), is_last) }.ok()?;
+        unsafe { self.large.take(self.window.as_ptr(), (bytes, PIECE_BYTES), is_last) }.ok()?;
         self.large.tell();
         assert_eq!(self.large.whole().is_some(), is_last);
         if let Some((header, _)) = self.large.whole().and_then(|whole| whole.split_first_chunk()) {
@@ -144,7 +144,7 @@ impl Link {
         }
         while self.pieces.has_room() {
             let at = place_of_piece(self.pieces.post());
-            assert!(at + PIECE as usize <= area_bytes(0), "a piece would be written beyond the area");
+            assert!(at + PIECE_BYTES as usize <= area_bytes(0), "a piece would be written beyond the area");
         }
         let told = match Note::decode(u32::from_le_bytes(take(data))) {
             Note::Released(count) => self.tx.told(count),

@@ -16,17 +16,17 @@ pub(super) const LARGEST: usize = HEADER_BYTES + SLOT;
 /// Pieces of large frames that a narrow link's window holds.
 pub(super) const PIECES: u64 = 2;
 /// Bytes of a piece; fewer where a port takes only smaller messages.
-pub(super) const PIECE: u32 = 4096;
+pub(super) const PIECE_BYTES: u32 = 4096;
 
 /// Where the place of a piece begins in the area, behind the cells.
 pub(super) fn place_of_piece(piece: u64) -> usize {
-    CELLS_BYTES + (piece % PIECES) as usize * PIECE as usize
+    CELLS_BYTES + (piece % PIECES) as usize * PIECE_BYTES as usize
 }
 
 /// Bytes of an area with so many slots; of a narrow link's, which has none.
 pub(super) const fn area_bytes(slots: u32) -> usize {
     match slots {
-        0 => CELLS_BYTES + PIECES as usize * PIECE as usize,
+        0 => CELLS_BYTES + PIECES as usize * PIECE_BYTES as usize,
         slots => CELLS_BYTES + slots as usize * STRIDE,
     }
 }
@@ -66,7 +66,7 @@ mod tests {
     #[test]
     fn pieces_lie_apart_behind_the_cells_and_inside_the_area() {
         assert_eq!([0, 1, 2].map(place_of_piece), [CELLS_BYTES, CELLS_BYTES + 4096, CELLS_BYTES]);
-        assert_eq!(area_bytes(0), place_of_piece(1) + PIECE as usize);
+        assert_eq!(area_bytes(0), place_of_piece(1) + PIECE_BYTES as usize);
     }
 
     #[test]

@@ -4,7 +4,7 @@
 //! Piece *n* lies at *n* modulo [`PIECES`] in the window. Both ends count, as they do for frames (`credits.rs`): the sender posts a piece only when the
 //! receiver has said that it copied the one that was in the place before.
 
-use super::layout::{LARGEST, PIECE, PIECES, place_of_piece};
+use super::layout::{LARGEST, PIECE_BYTES, PIECES, place_of_piece};
 
 /// A frame that is put together begins at a multiple of so many bytes, and so does its payload, which kernels read.
 const ALIGNED: usize = 64;
@@ -88,7 +88,10 @@ impl Assembly {
         if self.is_whole || self.come - self.told >= PIECES {
             return Err("a piece of a large frame came for which there is no room".into());
         }
-        if bytes > most.min(PIECE) || !is_last && bytes != most || self.filled + bytes as usize > LARGEST {
+        if bytes > most.min(PIECE_BYTES)
+            || !is_last && bytes != most
+            || self.filled + bytes as usize > LARGEST
+        {
             let filled = self.filled;
             return Err(format!(
                 "a piece of {bytes} bytes of a large frame came behind {filled} others, expected {most}"

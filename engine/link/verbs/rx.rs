@@ -9,7 +9,7 @@ use super::broken::{BATCH, problem_of, report};
 use super::card::{Card, ReceiveArea};
 use super::credits::{Came, Note, Receiver};
 use super::hello::{Area, BYTES, Hello, Talk};
-use super::layout::{PIECE, cut, offset};
+use super::layout::{PIECE_BYTES, cut, offset};
 use super::pieces::Assembly;
 use super::queue_pair::{QueuePair, RECEIVED, Room};
 use super::{check_other, first_packet, on_rank};
@@ -45,7 +45,8 @@ pub(super) struct VerbsRx {
     broke: Option<Break>,
 }
 
-// SAFETY: `head.data` points into the link's own receive area, or the frame that it puts together, which live as long as the link is open; nothing in it is tied to a thread.
+// SAFETY: `head.data` points into the link's own receive area, or into the frame that it puts together: both live as long as the link is open, and
+// nothing in them is tied to a thread.
 unsafe impl Send for VerbsRx {}
 
 impl VerbsRx {
@@ -237,7 +238,7 @@ impl Receiving {
 
     /// A message has come with this number and so many bytes.
     fn came(&mut self, number: u32, bytes: u32) -> Result<(), String> {
-        let most = self.max_message.min(PIECE);
+        let most = self.max_message.min(PIECE_BYTES);
         match (Came::of(number), &mut self.large, self.area.memory()) {
             // SAFETY: the area of a narrow link, as `large` is there, which is mapped as long as it is registered.
             (Came::Part, Some(large), Some(area)) => unsafe { large.take(area.at(0), (bytes, most), false) },

@@ -8,10 +8,10 @@ use parking_lot::Mutex;
 
 use super::broken::{BATCH, problem_of, report};
 use super::card::Card;
-use super::credits::{A_PART, COUNT, Note, Place, Sender};
+use super::credits::{COUNT, Note, PART, Place, Sender};
 use super::domain::Registered;
 use super::hello::{Area, Hello, Talk};
-use super::layout::{self, CELL, CELLS_BYTES, LARGEST, PIECES, cut, offset, place_of_piece};
+use super::layout::{CELL, CELLS_BYTES, LARGEST, PIECE_BYTES, PIECES, cut, offset, place_of_piece};
 use super::pieces::PiecesSent;
 use super::queue_pair::{QueuePair, RECEIVED, Room, Write};
 use super::{check_other, first_packet, on_rank};
@@ -397,20 +397,20 @@ impl Sending {
     /// Posts as many pieces of the large frame as the window has room for. Where the link has broken, the frame is over once the device is done with those
     /// that were posted.
     fn go_on_with_large(&mut self) -> Result<(), Error> {
-        while let (Some(large), Some(pieces), false) =
-            (&mut self.large, &mut self.pieces, self.broken_at.is_some() || self.is_revoked)
+        while !self.is_over()
+            && let (Some(large), Some(pieces)) = (&mut self.large, &mut self.pieces)
         {
             // Notes may come before completions: the queue has room for so many pieces beside all frames.
             if !pieces.has_room() || u64::from(self.under_way) >= PIECES {
                 return Ok(());
             }
-            let bytes = (large.bytes - large.posted).min(self.max_message.min(layout::PIECE) as usize);
+            let bytes = (large.bytes - large.posted).min(self.max_message.min(PIECE_BYTES) as usize);
             let mut parts = [IbvSge::default(); 2];
             let count = part_of(&large.from, large.posted, bytes, &mut parts);
             large.posted += bytes;
             let is_last = large.posted == large.bytes;
             let (id, number) =
-                if is_last { (self.credits.posted() & !PIECE, large.number) } else { (PIECE, A_PART) };
+                if is_last { (self.credits.posted() & !PIECE, large.number) } else { (PIECE, PART) };
             let to = self.to.at + place_of_piece(pieces.post()) as u64;
             if is_last {
                 self.large = None;
