@@ -1,4 +1,4 @@
-//! What a device and its driver are.
+//! The facts about a device, its driver and this system that `allstream doctor` finds out before it asks the probes.
 
 use allstream_sys::cuda::{
     CU_COMPUTEMODE_DEFAULT, CU_COMPUTEMODE_EXCLUSIVE_PROCESS, CU_COMPUTEMODE_PROHIBITED,
@@ -16,9 +16,9 @@ use serde::{Deserialize, Serialize};
 use super::answer::{self, step};
 use super::driver::{Problem, cuda, device};
 
-/// The process that asks for them, as probes have names.
+/// The name by which the doctor starts the process that finds the facts, as it starts each probe by its name.
 pub(crate) const NAME: &str = "facts";
-/// Variables that change how the driver goes about things.
+/// Environment variables that change what the driver does, or which driver is loaded.
 const VARIABLES: [&str; 6] = [
     "CUDA_VISIBLE_DEVICES",
     "CUDA_DEVICE_MAX_CONNECTIONS",
@@ -28,7 +28,7 @@ const VARIABLES: [&str; 6] = [
     "ALLSTREAM_CUDA_LIBRARY",
 ];
 
-/// What is said above the probes.
+/// The facts, which are printed above the probes' answers.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct Facts {
     pub(crate) ordinal: usize,
@@ -37,7 +37,7 @@ pub(crate) struct Facts {
     pub(crate) compute_capability: String,
     pub(crate) multiprocessors: i32,
     pub(crate) copy_engines: i32,
-    /// Absent where the driver does not say.
+    /// `None`: the driver does not say.
     pub(crate) memory_bytes: Option<usize>,
     pub(crate) is_mig: bool,
     pub(crate) integrated: bool,
@@ -46,22 +46,24 @@ pub(crate) struct Facts {
     pub(crate) can_map_host_memory: bool,
     pub(crate) host_register_supported: bool,
     pub(crate) host_pointer_for_registered_memory: bool,
-    /// The functions are there for words of 32 bits; and attributes.
+    /// Whether the driver has the functions by which streams wait for words of 32 bits and write them. The next three are attributes of the
+    /// device.
     pub(crate) stream_wait_value: bool,
     pub(crate) stream_wait_value_64: bool,
     pub(crate) stream_wait_value_nor: bool,
     pub(crate) ipc_events: bool,
-    /// The driver's library, as it was loaded, and the CUDA that it is for.
+    /// The file of the driver's library.
     pub(crate) driver: String,
+    /// The newest CUDA version that the driver supports.
     pub(crate) cuda: String,
     pub(crate) kernel: String,
     pub(crate) gvisor: bool,
-    /// A daemon of MPS's has its door where programs look for it by default.
+    /// Whether an MPS daemon seems to run: its pipe is in the folder where programs look by default.
     pub(crate) mps_by_default: bool,
     pub(crate) variables: Vec<(String, String)>,
 }
 
-/// Finds them, and tells the process that asks.
+/// Finds the facts, and tells them to the process that has started this one.
 pub(crate) fn tell(ordinal: usize) {
     if let Err(error) = allstream::cuda::driver() {
         return answer::tell("nothing", &error.to_string());
@@ -139,7 +141,7 @@ fn find(ordinal: usize) -> Result<Facts, Found> {
             driver: cuda.file().into(),
             cuda: format!("{}.{}", version / 1000, version % 1000 / 10),
             kernel: format!("{} {}", text(kernel.sysname()), text(kernel.release())),
-            // gVisor says of itself that it is a certain old kernel.
+            // In gVisor `/proc/version` has gVisor's name, or this build date of an old Linux kernel that gVisor claims to be.
             gvisor: ["gVisor", "Sun Jan 10 15:06:54 PST 2016"]
                 .iter()
                 .any(|it| version_of_kernel.contains(it)),
@@ -165,12 +167,12 @@ fn yes(is: bool) -> String {
 }
 
 impl Facts {
-    /// What was set, if it was.
+    /// What this environment variable was set to, if it was.
     pub(crate) fn variable(&self, name: &str) -> Option<&str> {
         self.variables.iter().find(|(known, _)| known == name).map(|(_, value)| value.as_str())
     }
 
-    /// What they are called, and what they are.
+    /// The facts as lines to print: the name and the text of each.
     pub(crate) fn lines(&self) -> Vec<(&'static str, String)> {
         let mig = if self.is_mig { ", a part of a device that is divided (MIG)" } else { "" };
         let memory = match self.memory_bytes {

@@ -1,7 +1,7 @@
-//! `allstream doctor --device`: what a CUDA device answers to the questions that allstream's device path rests on.
+//! `allstream doctor --device`: asks a CUDA device the questions on whose answers allstream's device path rests.
 //!
-//! Each probe is a process of its own, which talks to the driver directly: where one hangs, it is killed with all that it has started, and
-//! the next one is asked. This process never loads the driver.
+//! Each question is a probe: a process of its own, which talks to the driver directly. A probe that hangs is killed with all that it has
+//! started, and the next one is asked. The process that asks never loads the driver.
 
 mod answer;
 mod behind;
@@ -31,9 +31,9 @@ use driver::{Gpu, Problem, problem};
 use facts::Facts;
 use process::{Ask, Said, Second};
 
-/// All probes together.
+/// How long all probes together may take.
 const ALL: Duration = Duration::from_secs(30);
-/// No driver, or no device.
+/// The exit code where there is no driver, or no device.
 const NO_DEVICE: u8 = 3;
 
 const AFTER: &str = "\
@@ -75,17 +75,17 @@ struct Probe {
     asks: Asks,
 }
 
-/// Who asks.
+/// The processes of a probe, and what each runs.
 enum Asks {
     /// One process.
     Alone(fn(&'static Gpu) -> Result<Answer, Problem>),
-    /// A process that has a second one, and what that does.
+    /// Two: the probe's own process runs the first function, and the second process, which it starts, runs the second function.
     Two(fn(&'static Gpu, Second) -> Result<Answer, Problem>, fn(&'static Gpu) -> Result<(), Problem>),
 }
 
 use Asks::{Alone, Two};
 
-/// In the order in which they are asked: what tells most comes first, as there may not be time for all.
+/// In the order in which they are asked: the probe that tells most comes first, as there may not be time for all.
 const PROBES: [Probe; 16] = [
     Probe {
         name: "no-context",
@@ -177,7 +177,7 @@ pub(crate) fn run(args: &DoctorArgs) -> Result<Exit, BoxError> {
     if let Some(name) = &args.probe {
         return Ok(be_probe(name, args.device, args.second));
     }
-    // A driver that nobody holds open brings the device up anew for each process, which takes seconds.
+    // The driver shuts a device down while no process has its file open, and would bring it up anew for each probe, which takes seconds.
     let _held = hold_open();
     let end = Instant::now() + ALL;
     let facts = match process::ask(&Ask::new(facts::NAME, args.device), end) {
@@ -240,7 +240,7 @@ fn outcome(said: Said) -> Outcome {
     }
 }
 
-/// The devices' files, open.
+/// Opens the file of each NVIDIA device (`/dev/nvidia0`, say) that this process may open.
 fn hold_open() -> Vec<File> {
     let entries = fs::read_dir("/dev").into_iter().flatten().flatten();
     let of_a_device = entries.filter(|entry| {
@@ -251,9 +251,9 @@ fn hold_open() -> Vec<File> {
     of_a_device.filter_map(|entry| File::open(entry.path()).ok()).collect()
 }
 
-/// This process is a probe's. All it says goes to the one that asks.
+/// Does in this process what the probe of this name does. All that is told goes to the process that asks.
 fn be_probe(name: &str, ordinal: usize, second: bool) -> Exit {
-    // Nobody kills it once the one that asks is gone.
+    // Once the process that asks is gone, nobody else would kill this one if it hangs.
     let _ = rustix::process::set_parent_process_death_signal(Some(Signal::KILL));
     if name == facts::NAME {
         facts::tell(ordinal);
@@ -266,7 +266,7 @@ fn be_probe(name: &str, ordinal: usize, second: bool) -> Exit {
     let answer = match (&probe.asks, second) {
         (Alone(ask), false) => up(ordinal).and_then(ask),
         (Two(ask, _), false) => Second::start(name, ordinal).and_then(|second| {
-            // Both come up at the same time.
+            // This process brings its driver up while the second one does.
             let gpu = Gpu::open(ordinal)?;
             second.is_up()?;
             tell("ready", "");
@@ -279,7 +279,7 @@ fn be_probe(name: &str, ordinal: usize, second: bool) -> Exit {
     Exit::SUCCESS
 }
 
-/// Brings the driver and a context up, and says so.
+/// Brings the driver and a context up, and tells the process that asks.
 fn up(ordinal: usize) -> Result<&'static Gpu, Problem> {
     Gpu::open(ordinal).inspect(|_| tell("ready", ""))
 }

@@ -19,8 +19,8 @@ pub(crate) enum Bind {
 }
 
 impl Bind {
-    /// What suits so many ranks of this host that are to be measured: a share of the cores for each, as mpirun gives it,
-    /// where they do not outnumber the cores. Else nothing: two that were bound to one core would only take turns on it.
+    /// How to bind so many ranks of this host for a measurement: each to a share of the cores, as mpirun does, if the ranks do not
+    /// outnumber the cores. Else not at all: two ranks that were bound to one core would only take turns on it.
     pub(crate) fn that_fits(ranks: usize) -> Bind {
         match allowed() {
             Ok(allowed) if ranks <= cores(&allowed).len() => Bind::Core,
@@ -28,7 +28,7 @@ impl Bind {
         }
     }
 
-    /// As options call it.
+    /// Its name as the value of `--bind-to`.
     pub(crate) fn name(self) -> &'static str {
         match self {
             Bind::None => "none",
@@ -37,10 +37,10 @@ impl Bind {
         }
     }
 
-    /// Where each of so many ranks of this host may run; nothing where they are not bound.
+    /// The processors on which each of so many ranks of this host may run, by rank; empty where ranks are not bound.
     ///
     /// # Errors
-    /// The system does not say which cores there are.
+    /// The system does not say on which processors this process may run.
     pub(crate) fn places(self, ranks: usize) -> io::Result<Vec<CpuSet>> {
         if self == Bind::None {
             return Ok(Vec::new());
@@ -66,19 +66,19 @@ fn system(file: &str) -> Option<String> {
     std::fs::read_to_string(format!("/sys/devices/system/{file}")).ok()
 }
 
-/// The processors of each core, cores of a package beside each other.
+/// The processors of each core. Cores of one package come one after another.
 fn cores(allowed: &[usize]) -> Vec<Vec<usize>> {
     let mut cores: BTreeMap<(usize, usize), Vec<usize>> = BTreeMap::new();
     for &cpu in allowed {
         let number = |name: &str| system(&format!("cpu/cpu{cpu}/topology/{name}"))?.trim().parse().ok();
-        // Where nothing is known of it a processor is a core.
+        // A processor of which the system says nothing is taken for a core of its own.
         let core = (number("physical_package_id").unwrap_or(0), number("core_id").unwrap_or(cpu));
         cores.entry(core).or_default().push(cpu);
     }
     cores.into_values().collect()
 }
 
-/// The processors of each NUMA node that has some; all, where there are no nodes.
+/// The allowed processors of each NUMA node that has some. Where the system names no such node: one node with all allowed processors.
 fn nodes(allowed: &[usize]) -> Vec<Vec<usize>> {
     let all = list(&system("node/online").unwrap_or_default());
     let of = |node: usize| -> Vec<usize> {
@@ -98,7 +98,7 @@ fn list(text: &str) -> Vec<usize> {
     text.split(',').filter_map(range).flatten().take(CpuSet::MAX_CPU).collect()
 }
 
-/// Divides units evenly; each rank has one at least.
+/// Divides units evenly among ranks. Each rank gets at least one; where ranks outnumber units, several ranks get the same.
 fn shares(units: &[Vec<usize>], ranks: usize) -> Vec<Vec<usize>> {
     let at = |rank: usize| rank * units.len() / ranks;
     let share = |rank| units[at(rank)..at(rank + 1).max(at(rank) + 1)].concat();

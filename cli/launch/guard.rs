@@ -1,8 +1,9 @@
-//! A process beside the launcher that outlives it, and does one thing then: it kills what the launcher leaves behind.
+//! The guard: a process beside the launcher. If the launcher dies, the guard kills what the launcher leaves behind.
 //!
-//! The system kills each rank when the launcher dies; but not what a rank has started, and a rank may stand behind a shell. The guard is this
-//! command again (`allstream run --guard`), in a session of its own and with no variable of the job's. The launcher tells the guard on
-//! stdin what belongs to the job; the end of stdin, without a `done` before, means that the launcher has died.
+//! When the launcher dies, the system kills the process that the launcher started for each rank, but nothing that this process has started:
+//! where it is a shell, the rank itself lives on. The guard is this command again (`allstream run --guard`), in a session of its own and with
+//! no environment variables. The launcher tells the guard on stdin what belongs to the job. If stdin ends without a `done` before, the
+//! launcher has died.
 
 use std::fs::File;
 use std::io::{self, BufRead, PipeWriter, Write};
@@ -19,23 +20,23 @@ use super::processes;
 use crate::{Exit, own};
 
 const DONE: &str = "done";
-/// What is being started when the launcher dies may come a moment later.
+/// The guard waits this long before it looks again: what was being started when the launcher died may appear a moment later.
 const SETTLE: Duration = Duration::from_millis(100);
-/// A process that sits in the kernel is not waited for longer.
+/// The guard gives up after this time: a killed process that is stuck in the kernel may never end.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// The launcher's end.
+/// The launcher's side of the guard.
 pub(super) struct Guard {
-    /// What the processes of the job carry in the variable [`processes::MARK`].
+    /// The value of the environment variable [`processes::MARK`] in the job's processes.
     pub(super) mark: String,
-    /// None where the launcher may make no cgroup, or has not yet.
+    /// `None`: the launcher may make no cgroup, or has not made it yet.
     cgroup: Option<Cgroup>,
-    /// None where there is no guard: then the system alone kills the ranks.
+    /// The guard, and the pipe to its stdin. `None`: the guard could not be started; if the launcher dies, the system alone kills the ranks.
     process: Option<(Child, PipeWriter)>,
 }
 
 impl Guard {
-    /// Starts the guard of a job. A job also runs where that fails.
+    /// Starts the guard of a job. If the guard's process does not start, the job runs without it.
     pub(super) fn start() -> io::Result<Guard> {
         let mut bytes = [0_u8; 16];
         getrandom::fill(&mut bytes).map_err(|error| io::Error::other(format!("no random bytes: {error}")))?;
@@ -49,7 +50,7 @@ impl Guard {
     /// Makes the job's cgroup, if this process may. Ranks move to it by writing `0` to the file that comes back.
     pub(super) fn make_cgroup(&mut self) -> Option<File> {
         let made = Cgroup::of(&self.mark).and_then(|cgroup| {
-            // The guard hears of it first: the launcher may be killed at any moment.
+            // The guard hears of the cgroup before it is made: the launcher may be killed at any moment.
             self.tell(&format!("cgroup {}", cgroup.path().display()));
             let entrance = cgroup.make()?;
             self.cgroup = Some(cgroup);
@@ -58,13 +59,13 @@ impl Guard {
         made.inspect_err(|error| tracing::debug!(%error, "the ranks are in no cgroup of their own")).ok()
     }
 
-    /// Kills all that belongs to the job: the living processes of these sessions, and what has left them.
+    /// Kills all that belongs to the job: the processes of these sessions, and those outside that carry the job's mark or are in its cgroup.
     pub(super) fn kill(&self, sessions: &[Pid]) {
         processes::kill(sessions, Some(&self.mark));
         self.cgroup.iter().for_each(Cgroup::kill);
     }
 
-    /// Takes the session of this process in.
+    /// Tells the guard that the session which `leader` leads belongs to the job.
     pub(super) fn watch(&mut self, leader: Pid) {
         self.tell(&format!("session {}", leader.as_raw_nonzero()));
     }
@@ -75,14 +76,15 @@ impl Guard {
         }
     }
 
-    /// Whether this process is the guard.
+    /// Whether the process of this number is the guard.
     pub(super) fn is(&self, pid: Pid) -> bool {
         self.process.as_ref().is_some_and(|(child, _)| Pid::from_child(child) == pid)
     }
 }
 
 impl Drop for Guard {
-    /// Nothing of the job is left, or the launcher has seen to it: numbers of processes may soon be others'.
+    /// Tells the guard to end and to kill nothing: the launcher has killed what was to be killed, and the system may soon give the job's
+    /// process numbers to other processes.
     fn drop(&mut self) {
         self.tell(DONE);
         if let Some((mut child, pipe)) = self.process.take() {
@@ -104,9 +106,9 @@ fn spawn() -> io::Result<(Child, PipeWriter)> {
     Ok((command.spawn()?, ours))
 }
 
-/// Is the guard of the launcher that writes to stdin.
+/// Runs this process as the guard of the launcher that writes to stdin.
 pub(crate) fn run() -> io::Result<Exit> {
-    // Whoever ends a job may send the same signals to all processes of a user.
+    // These signals do not end the guard: whoever ends a job may send them to all processes of a user.
     for signal in [SIGTERM, SIGINT, SIGHUP, SIGUSR1, SIGUSR2] {
         signal_hook::flag::register(signal, Arc::default())?;
     }

@@ -14,14 +14,14 @@ use super::agent;
 use super::event::Event;
 use super::stdin::Sink;
 
-/// What ssh exits with when its connection has ended, and not the command.
+/// The exit code of ssh when its connection has failed; otherwise ssh exits with the command's code.
 const SSH_ENDED: i32 = 255;
 
 /// How a process ended.
 pub(super) enum End {
     /// By itself, with this code.
     Own(i32),
-    /// By a signal, or the connection to it did; with the code that stands for it.
+    /// With this code: a signal has ended it (or a rank of an agent, as the agent's exit code says), or the connection to it has ended.
     Lost(i32),
 }
 
@@ -41,36 +41,37 @@ pub(super) enum Kind {
         rank: usize,
         host: Option<String>,
     },
-    /// Of a host, with the ranks there.
+    /// The agent of a host, which starts the ranks there.
     Agent(Agent),
 }
 
 pub(super) struct Agent {
     pub(super) host: String,
     pub(super) ranks: Range<usize>,
-    /// What is written to its stdin, which ends when this is dropped: nobody else holds it for longer than it takes to send.
+    /// What is sent here, a thread writes to the agent's stdin. Dropping this closes that stdin: nobody else holds it for longer than it takes
+    /// to send.
     pub(super) orders: Option<Arc<Sender<Said>>>,
     pub(super) greeted: bool,
-    /// It has ended, and its greeting may still be on its way.
+    /// The agent has ended, and its greeting may still be on its way.
     pub(super) may_have_greeted: bool,
 }
 
 /// What an agent is told.
 pub(super) struct Said {
     pub(super) bytes: Vec<u8>,
-    /// Hears when they have been written.
+    /// Is told when the bytes have been written.
     pub(super) written: Option<Sender<()>>,
 }
 
 impl Member {
-    /// Writes to an agent. One that has ended does not read it.
+    /// Sends a line to an agent. An agent that has ended does not read it.
     pub(super) fn say(&self, line: Vec<u8>) {
         if let Kind::Agent(Agent { orders: Some(orders), .. }) = &self.kind {
             let _ = orders.send(Said { bytes: line, written: None });
         }
     }
 
-    /// Hands what comes to the launcher's stdin to an agent, no more of it than the connection takes.
+    /// A sink that hands the launcher's stdin to an agent: a call returns once the connection has taken the piece. `None`: it is no agent.
     pub(super) fn stdin_sink(&self) -> Option<Sink> {
         let Kind::Agent(Agent { orders: Some(orders), .. }) = &self.kind else { return None };
         let orders = Arc::downgrade(orders);
@@ -82,8 +83,8 @@ impl Member {
         }))
     }
 
-    /// Signals its process group. One that has ended is included, for what it left behind: it is not reaped yet, so the
-    /// group's number cannot belong to anybody else.
+    /// Signals its process group, also when the member itself has ended: processes that it started may still live in the group. The
+    /// member is not reaped yet, so the group's number cannot belong to anybody else.
     pub(super) fn signal(&self, signal: Signal) {
         // Fails only if there is nobody left to signal.
         let _ = rustix::process::kill_process_group(self.pid, signal);
@@ -97,12 +98,12 @@ impl Member {
         }
     }
 
-    /// Whether it is an agent that has not started its ranks.
+    /// Whether it is an agent whose greeting has not come: as far as is known, it has started no rank.
     pub(super) fn is_unheard(&self) -> bool {
         matches!(&self.kind, Kind::Agent(agent) if !agent.greeted)
     }
 
-    /// The first time that an agent is known to have ended from which no greeting has come.
+    /// To be called when the member has ended. Whether it is an agent whose greeting has not come, and this is the first call.
     pub(super) fn has_ended_unheard(&mut self) -> bool {
         match &mut self.kind {
             Kind::Agent(agent) if !agent.greeted => !std::mem::replace(&mut agent.may_have_greeted, true),
@@ -110,7 +111,7 @@ impl Member {
         }
     }
 
-    /// An agent says by its own code how its ranks have ended, and its connection may end before.
+    /// How the member ended. An agent exits with the code that its ranks have come to; if the connection ends before, ssh exits with its own.
     pub(super) fn end(&self, status: ExitStatus) -> End {
         match (status.code(), &self.kind) {
             (Some(code), Kind::Agent(_)) if code == SSH_ENDED || code > 128 => End::Lost(code),
@@ -119,7 +120,7 @@ impl Member {
         }
     }
 
-    /// That it has failed, and how.
+    /// A text that says that it has failed, and how.
     pub(super) fn tell(&self, status: ExitStatus) -> String {
         let how = match (status.code(), status.signal()) {
             (Some(code), _) => format!("exited with code {code}"),
@@ -136,7 +137,7 @@ impl Member {
         format!("{} {how}{why}", self.name())
     }
 
-    /// For messages.
+    /// Its name in messages.
     pub(super) fn name(&self) -> String {
         let pid = self.pid;
         match &self.kind {
@@ -152,7 +153,7 @@ impl Member {
     }
 }
 
-/// How a process ended, without reaping it.
+/// Waits until a child has ended, and says how, without reaping it.
 pub(super) fn peek_status(pid: Pid) -> io::Result<ExitStatus> {
     loop {
         match rustix::process::waitid(WaitId::Pid(pid), WaitIdOptions::EXITED | WaitIdOptions::NOWAIT) {
@@ -171,7 +172,7 @@ pub(super) fn peek_status(pid: Pid) -> io::Result<ExitStatus> {
     }
 }
 
-/// Takes a child in, with a thread that tells when it has ended.
+/// Adds a child to the members, and starts a thread that sends [`Event::Ended`] when the child has ended.
 pub(super) fn watch(
     members: &mut Vec<Member>,
     child: Child,

@@ -1,4 +1,4 @@
-//! Many buffers in one operation.
+//! Collectives on lists: many buffers in one operation.
 
 use super::Work;
 use super::call::{Call, Spec};
@@ -8,7 +8,7 @@ use super::restore::{both, one};
 use crate::mem::{BufList, ErasedBufs, Parts, RawBuf, raw_bufs};
 use crate::types::{Kind, Rank};
 
-/// The count and the memory of each input with its output; `times` as in [`Call::list_into`].
+/// The count and the memory of each pair of an input and its output. `times` as in [`Call::list_into`].
 fn pairs(
     times: (usize, usize),
     inputs: Vec<RawBuf>,
@@ -45,7 +45,7 @@ impl Call<'_> {
         Work::new(self.submit_parts(Spec::of(kind, root, 0, true), Ok(parts), held), one::<L>)
     }
 
-    /// `times`: how many elements of input and of output there are for each of the count.
+    /// `times`: the length of an input is `times.0` times the count of its part, and the length of an output `times.1` times.
     fn list_into<I: BufList, O: BufList>(
         &self,
         kind: Kind,
@@ -60,8 +60,8 @@ impl Call<'_> {
 }
 
 collectives! {
-    /// [`all_reduce`](Self::all_reduce) of many buffers, of several types if need be, in one operation: one number,
-    /// one future. Their messages follow each other without waiting.
+    /// [`all_reduce`](Self::all_reduce) of many buffers, which may be of several types, in one operation: all have one number
+    /// and one future. No buffer waits until those before it are done.
     ///
     /// ```
     /// # use allstream::{Comm, bf16};

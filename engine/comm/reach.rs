@@ -1,4 +1,4 @@
-//! Whether the devices of a communicator reach each other, and what ranks in two processes tell each other for it.
+//! Finds out whether the devices of a communicator's ranks reach each other's memory, and what its ranks tell each other for that.
 
 use std::sync::Arc;
 
@@ -12,20 +12,24 @@ use crate::error::{Error, Members};
 use crate::exec::EndpointConfig;
 use crate::types::Rank;
 
-/// What a rank says of itself: whether it can be bound, what is in its way, its process, its device.
+/// Bytes of a row, which is what a rank says of itself: whether it can be bound, notes, its process's number, its device's UUID.
 pub(super) const ROW: usize = 2 + 16 + 16;
-/// Can be bound: the first byte.
+/// The first byte: the rank can be bound.
 const OK: u8 = 1;
-/// The second: there are members in other processes; on other hosts; the driver cannot share with processes; NCCL is asked for;
-/// that takes several ranks on one device; that would, if the environment gave it leave.
+/// The second byte has one bit for each note. This note: there are members in other processes than the rank's.
 const FAR: u8 = 1;
+/// There are members with which the rank shares no memory, as on other hosts.
 const REMOTE: u8 = 2;
+/// The rank's driver lacks what sharing device memory with other processes needs.
 const LACKS: u8 = 4;
+/// The rank asks for NCCL.
 const NCCL: u8 = 8;
+/// The rank's NCCL takes several ranks on one device.
 const SHARES: u8 = 16;
+/// The rank's NCCL would take several ranks on one device if the environment allowed it ([`LEAVE_TO_SHARE`]).
 const NO_LEAVE: u8 = 32;
 
-/// A row that was read.
+/// The row of a rank that can be bound.
 #[derive(Clone, Copy)]
 pub(super) struct Row {
     notes: u8,
@@ -33,16 +37,17 @@ pub(super) struct Row {
     uuid: [u8; 16],
 }
 
-/// What all ranks have said together.
+/// What follows from the rows of all ranks.
 pub(super) enum Heard {
     Rows(Vec<Row>),
-    /// Devices do not reach each other: why.
+    /// Why devices do not reach each other.
     Staged(String),
-    /// They ask for what cannot be.
+    /// Why the ranks cannot have what they ask for.
     Refused(String),
 }
 
-/// What all ranks have said; `Err(rank)`: this one cannot be bound. The same on all. `library`: this rank's, for people.
+/// Reads the rows of all ranks. All ranks come to the same verdict. `Err(rank)`: that rank cannot be bound. `library`: the name of this
+/// rank's library, for texts.
 pub(super) fn heard(rows: &[u8], members: &Members, library: Option<&str>) -> Result<Heard, Rank> {
     let (rows, _) = rows.as_chunks::<ROW>();
     if let Some(rank) = rows.iter().position(|row| row[0] != OK) {
@@ -67,7 +72,7 @@ pub(super) fn heard(rows: &[u8], members: &Members, library: Option<&str>) -> Re
         }
         let before = |at: usize| rows[..at].iter().position(|row| row.uuid == rows[at].uuid);
         let shared = (0..rows.len()).find_map(|at| Some((before(at)?, at)));
-        // A rank that does not take it would make NCCL fail on all.
+        // One rank whose NCCL takes no shared device is enough to make NCCL fail on all ranks.
         let strict = rows.iter().position(|row| row.notes & SHARES == 0);
         if let Some(((one, other), strict)) = shared.zip(strict) {
             let why = match rows[strict].notes & NO_LEAVE {
@@ -107,12 +112,13 @@ pub(super) struct Group<'a> {
     pub(super) topology: &'a Topology,
 }
 
-/// What came of reaching for all devices.
+/// What [`Group::reach`] has found and made.
 pub(super) struct Reached {
-    /// Those of this process.
+    /// By rank: the device. `None`: the rank is in another process.
     pub(super) all: Vec<Option<Arc<PeerDevice>>>,
-    /// What was made for the others, and their cards, one after another.
+    /// By rank: what was made for a rank in another process.
     pub(super) offers: Vec<Option<Offer>>,
+    /// The cards of the offers, one after another; zeros for a rank in this process.
     pub(super) cards: Vec<u8>,
 }
 
@@ -121,7 +127,7 @@ impl Group<'_> {
         self.topology.is_housemate(self.config.members[rank])
     }
 
-    /// What this rank says of itself. From here on its device can be found by the others in the process.
+    /// What this rank says of itself. From here on the other ranks of the process can find its device.
     pub(super) fn row(
         &self,
         device: &Arc<PeerDevice>,
@@ -151,7 +157,9 @@ impl Group<'_> {
         row
     }
 
-    /// Lets our device touch the memory of all others, as far as that can be seen from here. `Ok(Err(why))`: it cannot.
+    /// Lets this rank's device touch the memory of the other devices in this process, and makes an offer for each rank in another process.
+    /// Offered memory is not given back to the driver as long as `keep` lives. `Ok(Err(why))`: this device cannot reach another one, or its
+    /// memory cannot be offered.
     pub(super) fn reach(
         &self,
         ours: &PeerDevice,
@@ -160,7 +168,7 @@ impl Group<'_> {
     ) -> Result<Result<Reached, String>, Error> {
         let named = self.config.named();
         let mut reached = Reached { all: Vec::new(), offers: Vec::new(), cards: Vec::new() };
-        // Of the pool, as everything is that will be lent.
+        // One byte of the pool is offered, so that ranks in other processes can try to open memory of this device.
         let far = (0..rows.len()).any(|rank| !self.housemate(rank));
         let probe = DeviceBuf::<u8>::raw(&ours.stream, usize::from(far))?;
         for (rank, row) in rows.iter().enumerate() {
@@ -184,7 +192,7 @@ impl Group<'_> {
             if let Err(why) = ours.stream.reaches(row.uuid)? {
                 return Ok(Err(format!("{}: {why}", named.rank(rank))));
             }
-            // What the driver will not share (memory of another kind, in a virtual machine) is no error.
+            // If the driver refuses to share memory, as it may in a virtual machine, that is no error: device buffers are staged then.
             let offer = || {
                 let named = ours.stream.export(keep, probe.as_ptr(), 1)?;
                 let nameless = || Error::system("share device memory", "the pool has lost it (a bug)");
@@ -202,7 +210,7 @@ impl Group<'_> {
         Ok(Ok(reached))
     }
 
-    /// Opens what the ranks in other processes have offered; or why it cannot be.
+    /// Opens what the ranks in other processes have offered. `Err`: why it cannot be opened.
     pub(super) fn open(
         &self,
         ours: &PeerDevice,

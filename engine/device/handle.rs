@@ -1,4 +1,5 @@
-//! A device's primary context as the driver has it: held, made a thread's current one, and called in. It knows the driver's own handles alone.
+//! [`Handle`] retains a device's primary context, makes it a thread's current one, and calls the driver in it. It knows the driver's own
+//! handles only, and none of the types that are built on them.
 
 use std::marker::PhantomData;
 use std::sync::Once;
@@ -17,7 +18,7 @@ use super::current::{Held, Retained};
 use super::driver::{cuda, told, uuid, warn};
 use crate::error::Error;
 
-/// Blocks until an event is reached that does not wake the host: asks now and then, asleep in between.
+/// Blocks until an event is reached, for events that do not wake the host: asks the driver again and again, and sleeps in between.
 ///
 /// # Safety
 /// The event exists, and is of the context that was entered.
@@ -32,7 +33,7 @@ pub(super) unsafe fn sleep_until(cuda: &Cuda, _: &Entered<'_>, event: CuEvent) -
     }
 }
 
-/// Of an event that was asked for: it is not reached, or cannot be asked while somebody captures a stream.
+/// Whether the driver's answer about an event means that it is not reached yet, or that nobody may ask while a stream is being captured.
 pub(super) fn is_not_yet(code: CuResult) -> bool {
     code == CuResult::NOT_READY || code.is_of_a_capture()
 }
@@ -45,24 +46,26 @@ pub(super) struct Handle {
     context: CuContext,
     pub(super) name: String,
     pub(super) uuid: [u8; 16],
-    /// Events that nobody waits for, to be recorded again.
+    /// Events of [`mark`](Self::mark) that were given back, to be recorded again.
     events: Mutex<Vec<CuEvent>>,
-    /// The same, of those that wake the host.
+    /// The same of [`mark_for_host`](Self::mark_for_host).
     bells: Mutex<Vec<CuEvent>>,
-    /// Blocks of a launch at most.
+    /// The most blocks with which a kernel is launched.
     pub(super) max_ctas: u32,
     /// The first number of the device's compute capability: which machine code it runs.
     pub(super) major: u32,
-    /// A stream's wait for a word can make what another device wrote before visible to what comes behind the wait.
+    /// Whether a stream's wait for a word can also flush: what another device wrote before the word is then visible to the work behind the
+    /// wait.
     pub(super) flushes: bool,
 }
 
-/// Proof that a context is this thread's current one. What was before it is again when this goes.
+/// Proof that a context is this thread's current one. When this is dropped, the thread's former context is its current one again, unless
+/// the thread [keeps](super::current::keep) this one.
 pub(super) struct Entered<'a> {
-    /// What the thread calls breaks no capture, where it calls what might ([`Handle::enter`]).
+    /// As long as this is there, no call of this thread breaks a capture. `None`: the thread makes only calls that break none anyway.
     _relaxed: Option<Relaxed>,
     _held: Held,
-    /// The handle's, on this thread.
+    /// It borrows the handle, and stays on this thread.
     _here: PhantomData<(&'a Handle, *const ())>,
 }
 
@@ -90,7 +93,7 @@ impl Handle {
         let major =
             unsafe { cuda.device_get_attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device) };
         let major = major.map_err(tell)?.unsigned_abs();
-        // SAFETY: as above. A driver that does not know the attribute does not have it.
+        // SAFETY: as above. A driver that does not know the attribute cannot flush.
         let flushes =
             unsafe { cuda.device_get_attribute(CU_DEVICE_ATTRIBUTE_CAN_FLUSH_REMOTE_WRITES, device) };
         let flushes = flushes.is_ok_and(|can| can != 0);
@@ -132,7 +135,7 @@ impl Handle {
         let enabled =
             self.enter().and_then(|_entered| unsafe { self.cuda.ctx_enable_peer_access(other.context, 0) });
         match enabled {
-            // Before, by us or somebody else in this process.
+            // We, or somebody else in this process, have enabled it before.
             Err(error) if error.code == CuResult::PEER_ACCESS_ALREADY_ENABLED => Ok(true),
             enabled => enabled.map(|()| true).map_err(|error| self.tell(&doing, error)),
         }
@@ -140,19 +143,19 @@ impl Handle {
 
     /// Makes the context this thread's current one, for any call.
     pub(super) fn enter(&self) -> Result<Entered<'_>, CudaError> {
-        // SAFETY: the context is retained until `self` is dropped, which forgets it first; `Entered` borrows `self`.
+        // SAFETY: the context is retained until `self` is dropped, and `drop` first calls `forget` for it. `Entered` borrows `self`.
         let _held = unsafe { Held::new(self.retained()) }?;
         Ok(Entered { _held, _relaxed: Some(relaxed(self.cuda)), _here: PhantomData })
     }
 
-    /// The same for calls that only put something on a stream, or record an event there: no capture of another stream's minds those.
+    /// The same, but only for calls that put something on a stream or record an event there. Such calls break no capture of another stream.
     pub(super) fn enter_plainly(&self) -> Result<Entered<'_>, CudaError> {
         // SAFETY: as in `enter`.
         let _held = unsafe { Held::new(self.retained()) }?;
         Ok(Entered { _held, _relaxed: None, _here: PhantomData })
     }
 
-    /// The same, for other libraries, which may make another context the thread's current one meanwhile.
+    /// The same as [`enter`](Self::enter), for calls of other libraries, which may make another context the thread's current one meanwhile.
     pub(super) fn enter_apart(&self) -> Result<Entered<'_>, CudaError> {
         // SAFETY: as in `enter`.
         let _held = unsafe { Held::apart(self.retained()) }?;
@@ -190,7 +193,7 @@ impl Handle {
         self.within_plainly(doing, |_entered| call(self.cuda))
     }
 
-    /// Does what [`enter_plainly`](Self::enter_plainly) is enough for in this context.
+    /// Does work in this context that [`enter_plainly`](Self::enter_plainly) is enough for.
     pub(super) fn within_plainly<T>(
         &self,
         doing: &str,
@@ -199,7 +202,7 @@ impl Handle {
         self.enter_plainly().and_then(|entered| work(&entered)).map_err(|error| self.tell(doing, error))
     }
 
-    /// Does something in this context.
+    /// Does work in this context.
     pub(super) fn within<T>(
         &self,
         doing: &str,
@@ -208,7 +211,8 @@ impl Handle {
         self.enter().and_then(|entered| work(&entered)).map_err(|error| self.tell(doing, error))
     }
 
-    /// Gives something back to the driver. Tried also where the context cannot be entered: the driver knows whose it is.
+    /// Calls `close`, which gives something back to the driver, and logs an error. `close` is called even if the context cannot be entered:
+    /// the driver knows the context of what it gets back.
     pub(super) fn close(&self, doing: &str, close: impl FnOnce(&Cuda) -> Result<(), CudaError>) {
         let _entered = self.enter();
         if let Err(error) = close(self.cuda) {
@@ -216,12 +220,12 @@ impl Handle {
         }
     }
 
-    /// An event recorded on a stream of this context: for streams to wait for, and to be asked.
+    /// Records an event on a stream of this context. Streams can wait for the event, and the host can ask whether it is reached.
     pub(super) fn mark(&self, entered: &Entered<'_>, stream: CuStream) -> Result<CuEvent, CudaError> {
         self.marked(entered, stream, &self.events, CU_EVENT_DISABLE_TIMING)
     }
 
-    /// The same, for a thread of the host's that is to sleep until it is reached: the device wakes it, by an interrupt.
+    /// The same with an event for which a thread of the host can sleep: when it is reached, the device wakes the thread by an interrupt.
     pub(super) fn mark_for_host(
         &self,
         entered: &Entered<'_>,
@@ -240,7 +244,7 @@ impl Handle {
         let known = kept.lock().pop();
         let event = match known {
             Some(event) => event,
-            // SAFETY: in this context (`Entered`); destroyed in `drop`.
+            // SAFETY: in this context (`Entered`); destroyed in `close_events`.
             None => unsafe { self.cuda.event_create(flags) }?,
         };
         // SAFETY: a stream and an event of this context; nobody else has the event.
@@ -253,7 +257,8 @@ impl Handle {
         }
     }
 
-    /// Takes an event of `mark` back. Streams that were told to wait for it wait for what it was recorded at then.
+    /// Takes an event of `mark` back, to record it again. A stream that was told to wait for it still waits for the point at which it was
+    /// recorded then.
     pub(super) fn recycle(&self, event: CuEvent) {
         self.events.lock().push(event);
     }
@@ -263,7 +268,7 @@ impl Handle {
         self.bells.lock().push(event);
     }
 
-    /// Makes `next` wait for what is on `before`.
+    /// Makes `next` wait for what is on `before` now.
     pub(super) fn follow(
         &self,
         entered: &Entered<'_>,
@@ -290,14 +295,14 @@ impl Drop for Handle {
     fn drop(&mut self) {
         super::current::forget(self.context);
         let _relaxed = relaxed(self.cuda);
-        // SAFETY: retained in `new`; what was made in the context is gone, or is lost with it.
+        // SAFETY: retained in `new`. All that was made in the context is destroyed by now, or the driver drops it with the context.
         unsafe { self.cuda.device_primary_ctx_release(self.device) }
             .unwrap_or_else(|error| warn(self.ordinal, "close the device", &error));
     }
 }
 
-/// What `ALLSTREAM_MAX_CTAS` says, or two for each multiprocessor, of which a memory-bound kernel needs about that many to
-/// have all of the memory's bandwidth. To be measured.
+/// The most blocks of a kernel: what `ALLSTREAM_MAX_CTAS` says, else two for each multiprocessor. On an H200, which has 132 of
+/// them, an all_reduce of 256 MB takes as long with 64 blocks as with 264, and longer with 32 (docs/bench/gpu.md).
 fn max_ctas(multiprocessors: u32) -> Result<u32, Error> {
     match std::env::var("ALLSTREAM_MAX_CTAS").ok().filter(|text| !text.is_empty()) {
         None => Ok(2 * multiprocessors.max(1)),

@@ -1,11 +1,12 @@
 //! Device memory that processes share (CUDA IPC).
 //!
-//! A block of the pool has a name that another process opens. The driver refuses to open what its own process made, and
-//! wants each block opened once: ranks of one process share what they have open.
+//! A block here is one allocation of the driver's, made by the pool or by another library (`allocations.rs`). Other processes open a
+//! block by its name ([`Exported`]). The driver does not open a block in the process that allocated it, and wants each block opened only
+//! once in a process. So the ranks of a process share the blocks that they have open.
 //!
-//! So has an allocation of another library's (`allocations.rs`). Its owner may free it while it is still open here: nobody reads it then,
-//! as buffers go back to their owners when all ranks are done with them. But the driver opens nothing that lies where a freed allocation
-//! lay before this process has closed that one.
+//! Another library may free its allocation while it is still open here. Nobody reads the allocation then, as a buffer goes back to its
+//! owner only when all ranks are done with it. But as long as this process has a freed block open, the driver opens no newer block that
+//! lies at the same addresses.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -23,7 +24,7 @@ use super::stream::DeviceStream;
 use super::waiter::{self, Outcome};
 use crate::error::Error;
 
-/// A block of another process's, open here. It is closed with this, or before.
+/// A block of another process that is open here. It is closed when this is dropped, or when a newer block has taken its place.
 pub(crate) struct Import {
     context: Arc<Context>,
     base: u64,
@@ -35,18 +36,18 @@ pub(crate) struct Import {
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 struct BlockKey {
     process: u128,
-    /// The block's, in that process. Later blocks have greater numbers.
+    /// The number that the block has in its process. Newer blocks have greater numbers.
     number: u64,
-    /// The address of our context in which it is open.
+    /// The address of our [`Context`] in which it is open.
     context: usize,
 }
 
-/// What is open, by name.
+/// The blocks of other processes that are open here, or are being opened.
 static OPEN: Mutex<Option<HashMap<BlockKey, Arc<Slot>>>> = Mutex::new(None);
 
-/// A block that is open, or being opened by who holds the lock.
+/// A block that is open, or is being opened by the thread that holds the lock of `import`.
 struct Slot {
-    /// Where it lies in the process that has it, and its length.
+    /// Where the block lies in its own process, and its length.
     theirs: (u64, u64),
     import: Mutex<Weak<Import>>,
 }
@@ -57,12 +58,12 @@ impl Drop for Import {
     }
 }
 
-/// A block of another process that is being opened. The driver may first wait for all that is on the device, so a thread of its
-/// own asks it, which holds nothing that others need.
+/// A block of another process that is being opened. The driver may wait for all work on the device before it opens a block. So a thread
+/// of its own calls the driver, and holds no lock meanwhile but that of the block.
 pub(crate) struct Opening(Arc<OnceLock<Result<Arc<Import>, Error>>>);
 
 impl Opening {
-    /// Begins to open a block as [`Import::open`] does; `waker` is woken when it is open, or cannot be opened.
+    /// Begins to open a block as [`Import::open`] does. `waker` is woken when the block is open, or when opening it has failed.
     pub(crate) fn begin(stream: &DeviceStream, process: u128, name: &Exported, waker: Waker) -> Opening {
         let opened = Arc::new(OnceLock::new());
         let (stream, name, tell) = (stream.clone(), *name, opened.clone());
@@ -79,32 +80,33 @@ impl Opening {
         Opening(opened)
     }
 
-    /// The block, once it is open.
+    /// The block; `None`: it is not open yet.
     ///
     /// # Errors
-    /// It cannot be opened.
+    /// The block cannot be opened.
     pub(crate) fn opened(&self) -> Result<Option<&Arc<Import>>, Error> {
         self.0.get().map(|opened| opened.as_ref().map_err(Error::clone)).transpose()
     }
 }
 
 impl Import {
-    /// Closes it, once: no stream reads it any more.
+    /// Closes the block. No stream uses it any more. A second call does nothing.
     fn close(&self) {
         if self.is_open.swap(false, Ordering::AcqRel) {
             self.context.close("close memory of another process", |cuda| {
-                // SAFETY: opened by `Import::open`, and closed once (`is_open`). Whoever dropped this has waited for the streams that used
-                // it (`retire`). Or its owner has freed it (`close_freed`), which has its memory back only when the streams of all ranks
-                // are done with it.
+                // SAFETY: `Import::open` opened the block, and it is closed only once (`is_open`). If `drop` calls this, whoever dropped
+                // the import has waited for the streams that used the block (`retire`). If `close_freed` does, the block's owner has freed
+                // the block, which it can do only when the streams of all ranks are done with it.
                 unsafe { cuda.ipc_close_mem_handle(self.base) }
             });
         }
     }
 
-    /// Closes what the same process had before where this block of its lies: that was freed. The driver may wait for the device.
+    /// Closes the older blocks of the same process that lie where its new block `key` lies: the process has freed them. The driver may wait
+    /// for the device meanwhile.
     fn close_freed(key: BlockKey, (start, bytes): (u64, u64)) {
         let is_freed = |open: &BlockKey, (other, length): (u64, u64)| {
-            // Numbers grow: so one that opens waits for the older ones alone, and no two for each other.
+            // Whoever opens a block takes the locks of older blocks only, so no two threads wait for each other.
             (open.process, open.context) == (key.process, key.context)
                 && open.number < key.number
                 && other < start.saturating_add(bytes)
@@ -120,12 +122,13 @@ impl Import {
         }
     }
 
-    /// Opens a block of the process that drew this number, in the context of `stream`, or finds it open.
+    /// Opens a block in the context of `stream`, or finds it open there. `process` is the number that the block's process has drawn.
     pub(crate) fn open(stream: &DeviceStream, process: u128, name: &Exported) -> Result<Arc<Import>, Error> {
         let context = &stream.0.context;
         let key = BlockKey { process, number: name.number, context: Arc::as_ptr(context).addr() };
         let theirs = (name.base, name.bytes);
-        // The driver may take long: only who wants the same block waits for it.
+        // The driver may take long, so `OPEN` is not locked while it is called. Only threads that want the same block, or a newer block
+        // in its place, wait.
         let slot = {
             let mut open = OPEN.lock();
             let open = open.get_or_insert_default();
@@ -140,8 +143,8 @@ impl Import {
         Import::close_freed(key, theirs);
         let import = context.call("open memory of another process", |cuda| {
             let handle = CuIpcMemHandle(name.handle);
-            // SAFETY: in the device's context. A handle is bytes that the driver looks at, whatever they are; what is
-            // opened is closed with the import.
+            // SAFETY: the device's context is current. The driver checks the bytes of a handle, whatever they are. The import closes
+            // what is opened.
             let base = unsafe { cuda.ipc_open_mem_handle(handle, CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS) }?;
             let is_open = AtomicBool::new(true);
             let mut import = Import { context: context.clone(), base, bytes: 0, is_open };
@@ -156,25 +159,25 @@ impl Import {
         Ok(import)
     }
 
-    /// The address of so many bytes of it, here; `None`: they are not all in it.
+    /// The address in this process of `bytes` bytes at `offset` in the block. `None`: not all of them are in the block, or it is closed.
     pub(crate) fn at(&self, offset: u64, bytes: usize) -> Option<u64> {
         let end = offset.checked_add(bytes as u64)?;
         (self.is_open() && end <= self.bytes).then_some(self.base + offset)
     }
 
-    /// Whether its owner has not freed it, as far as is known here.
+    /// Whether the block is open still. It is closed as soon as a newer block shows that its owner has freed it.
     pub(crate) fn is_open(&self) -> bool {
         self.is_open.load(Ordering::Acquire)
     }
 
-    /// How many bytes there are.
+    /// How many bytes the block has.
     pub(crate) fn bytes(&self) -> u64 {
         self.bytes
     }
 }
 
-/// Drops what other processes have lent, or share, once the stream has come past what is on it now. Where nobody can tell,
-/// never.
+/// Drops `held`, which keeps memory of other processes open, once the stream has come past all that is on it now. If nobody can tell
+/// whether it has, `held` is never dropped.
 pub(crate) fn retire(stream: &DeviceStream, held: impl Send + 'static) {
     match stream.point() {
         Ok(event) if event.is_complete().unwrap_or(false) => drop_later(held),
@@ -190,7 +193,7 @@ pub(crate) fn retire(stream: &DeviceStream, held: impl Send + 'static) {
 }
 
 impl DeviceStream {
-    /// A function that sharing needs and this driver lacks.
+    /// A function of the driver's that sharing needs and this driver lacks, if there is one.
     pub(crate) fn missing_for_sharing(&self) -> Option<&'static str> {
         let cuda = self.0.context.cuda;
         let needed = [
@@ -207,14 +210,14 @@ impl DeviceStream {
         needed.into_iter().find(|(there, _)| !there).map(|(_, name)| name)
     }
 
-    /// Names memory for other processes: of the pool, which is not given back to the driver as long as `keep` lives, or memory that
-    /// [`share`](Self::share) was told of. `None`: it is neither.
+    /// The name by which other processes open this memory. If it is of the pool, its block is not given back to the driver as long as
+    /// `keep` lives. `None`: it is not of the pool, and [`share`](Self::share) has not given it a name.
     pub(crate) fn export(&self, keep: &Arc<()>, at: u64, bytes: usize) -> Result<Option<Exported>, Error> {
         let named = self.export_of_pool(keep, at, bytes)?;
         Ok(named.or_else(|| self.0.context.allocations.lock().name(at, bytes as u64)))
     }
 
-    /// Sees to it that memory has a name, whoever allocated it; if it can have none: why.
+    /// Gives memory a name for [`export`](Self::export), whoever allocated it. `Ok(Err(why))`: it can have none.
     pub(crate) fn share(&self, keep: &Arc<()>, at: u64, bytes: usize) -> Result<Result<(), String>, Error> {
         match self.export_of_pool(keep, at, bytes)? {
             Some(_) => Ok(Ok(())),
@@ -229,8 +232,8 @@ impl DeviceStream {
         })
     }
 
-    /// Whether this device can touch the memory of another process's device, of this identity, as far as that can be seen
-    /// before it is opened. If not: why.
+    /// Whether this device can touch memory of another process's device, whose UUID is `other`, as far as that can be told before such
+    /// memory is opened. `Ok(Err(why))`: it cannot.
     pub(crate) fn reaches(&self, other: [u8; 16]) -> Result<Result<(), String>, Error> {
         let context = &self.0.context;
         if other == context.uuid {
@@ -251,8 +254,8 @@ impl DeviceStream {
             let why = || format!("device {} cannot reach the memory of device {index}", context.ordinal);
             return Ok(can.then_some(()).ok_or_else(why));
         }
-        // It is hidden from this process (CUDA_VISIBLE_DEVICES), so the driver cannot be asked for it. Its memory can be opened
-        // all the same, where the devices can; whoever does hears of it where they cannot.
+        // The other device is hidden from this process (CUDA_VISIBLE_DEVICES), so the driver cannot be asked about it. Its memory can
+        // still be opened if the two devices reach each other. If they do not, opening it fails.
         Ok(Ok(()))
     }
 }

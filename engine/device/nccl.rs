@@ -1,7 +1,7 @@
-//! NCCL, as what takes collectives on a device's memory whole.
+//! NCCL as a library that takes collectives on a device's memory whole ([`Whole`]).
 //!
-//! Its calls answer before what they do is on the stream ([`Standing::InProgress`]): until it is, nothing else is put there, and the
-//! stream stays the same one of the driver's (`Comm::bind_nccl` gives it one that never moves).
+//! A call of NCCL may return before all of its work is on the stream ([`Standing::InProgress`]). Until then nobody puts anything else on
+//! that stream. NCCL also keeps the `CUstream` that it was called with, so `Comm::bind_nccl` makes a stream whose `CUstream` never changes.
 
 mod varied;
 
@@ -28,21 +28,23 @@ use crate::types::{DType, Kind, Rank, ReduceOp};
 /// How long a communicator that nobody needs any more may take to end in peace.
 const FINALIZE: Duration = Duration::from_secs(2);
 
-/// NCCL's own variable, by which it takes several ranks on one device, and the first version that looks at it (2.30).
+/// NCCL's own variable that allows several ranks to share one device.
 pub(crate) const LEAVE_TO_SHARE: &str = "NCCL_MULTI_RANK_GPU_ENABLE";
+/// The first version of NCCL that looks at it: 2.30, as NCCL numbers it.
 const SHARING: i32 = 23000;
 
-/// NVIDIA's library of collectives, as this process has it.
+/// NCCL, NVIDIA's library of collectives, as this process has loaded it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct NcclFound {
-    /// The library, as the system found it.
+    /// The file that it was loaded from.
     pub file: String,
     /// Its version, such as `2.30.7`.
     pub version: String,
 }
 
-/// NCCL, loaded when this or [`Comm::bind_nccl`](crate::Comm::bind_nccl) is first called, which says where it is looked for.
+/// The NCCL of this process. It is loaded when this or [`Comm::bind_nccl`](crate::Comm::bind_nccl) is first called; the documentation of
+/// the latter says where it is looked for.
 ///
 /// ```
 /// match allstream::cuda::nccl() {
@@ -52,18 +54,18 @@ pub struct NcclFound {
 /// ```
 ///
 /// # Errors
-/// [`Error::Unavailable`]: there is none, or none that can be used.
+/// [`Error::Unavailable`]: there is no NCCL, or none that can be used.
 pub fn nccl() -> Result<NcclFound, Error> {
     let NcclLibrary(nccl) = NcclLibrary::find()?;
     Ok(NcclFound { file: nccl.file().to_owned(), version: nccl.version() })
 }
 
-/// The library of this process.
+/// The NCCL of this process.
 #[derive(Clone, Copy)]
 pub(crate) struct NcclLibrary(&'static Nccl);
 
 impl NcclLibrary {
-    /// Finds it.
+    /// Finds NCCL, and loads it if that has not been done yet.
     ///
     /// # Errors
     /// [`Error::Unavailable`], which says what was looked for, and what to do.
@@ -77,7 +79,7 @@ impl NcclLibrary {
         })
     }
 
-    /// Which library has failed: on another host it may lie elsewhere.
+    /// An error of NCCL's as one of ours. It names the file, since other hosts may have NCCL in another file.
     fn told(self, rank: Rank, error: &NcclError) -> Error {
         Error::library(format!("{} ({})", self.name(), self.0.file()), rank, error.to_string())
     }
@@ -107,13 +109,14 @@ impl Library for NcclLibrary {
         stream: Option<&DeviceStream>,
     ) -> Result<Arc<dyn Whole>, Error> {
         let stream = stream.ok_or_else(|| Error::invalid("bind_nccl", "there is no stream (a bug)"))?.clone();
-        // No world has so many ranks (`MOST_RANKS`).
+        // The numbers fit: a world has at most `MOST_RANKS` ranks.
         let (size, place) = (size as i32, (rank, size));
         let made = stream.with_raw("make a communicator of NCCL", |_| {
             self.0.init(size, &NcclUniqueId(*id), rank as i32)
         })?;
         let comm = made.map_err(|error| self.told(rank, &error))?;
-        // NCCL has used its own copy of CUDA's runtime by now, which tears itself down when the process ends.
+        // By now NCCL has used its own copy of CUDA's runtime, which tears itself down when the process ends. The process is to wait, before
+        // that, for our threads that still call NCCL or the driver.
         static ONCE: Once = Once::new();
         ONCE.call_once(end_before_libraries);
         let (comm, kept) = (Arc::new(Mutex::new(Some(comm))), Mutex::default());
@@ -136,7 +139,7 @@ impl Library for NcclLibrary {
     }
 }
 
-/// How long the driver has to tell what has failed, where NCCL says no more than that CUDA has.
+/// How long an error of NCCL's that says only that CUDA has failed is held back, so that the driver's own error comes first.
 const DRIVER_FIRST: Duration = Duration::from_millis(200);
 
 /// One rank's end of a communicator of NCCL's.
@@ -144,14 +147,15 @@ struct NcclEnd {
     library: NcclLibrary,
     name: String,
     place: (Rank, usize),
-    /// Of the rank. Kept, as NCCL knows it.
+    /// The rank's stream. It is kept because NCCL may still use it.
     stream: DeviceStream,
-    /// Until it is aborted, or dropped. Locked for every call of NCCL with it, which may block as long as the driver does.
+    /// The communicator, until it is aborted or dropped. Whoever passes it to NCCL holds this lock during the call, which may block as
+    /// long as the driver does.
     comm: Arc<Mutex<Option<NcclComm>>>,
     is_aborted: AtomicBool,
-    /// Memory that a call needs beside the user's, until all of that is on the stream.
+    /// The copies of inputs that a call needs, until all of the call is on the stream.
     kept: Mutex<Vec<DeviceBuf<u8>>>,
-    /// The abort has ended.
+    /// Whether the abort has ended.
     quiet: Arc<AtomicBool>,
     /// When NCCL first said that CUDA has failed.
     cuda_failed: OnceLock<Instant>,
@@ -171,7 +175,7 @@ impl NcclEnd {
         comm.filter(|_| !self.is_aborted.load(Ordering::Acquire)).ok_or_else(aborted)
     }
 
-    /// Makes calls on a stream, in one group.
+    /// Makes calls of NCCL on a stream, all in one group of NCCL's.
     fn in_group(
         &self,
         stream: &DeviceStream,
@@ -187,9 +191,9 @@ impl NcclEnd {
         self.asked(self.there(*comm)?)
     }
 
-    /// What NCCL says of the communicator, which is there, and which nobody else uses meanwhile (its lock is held).
+    /// What NCCL says of the communicator's state. The caller holds the communicator's lock, and has seen that the communicator is there.
     fn asked(&self, comm: NcclComm) -> Result<NcclResult, Error> {
-        // SAFETY: the callers hold the communicator's lock for the whole call, and have seen that it is there.
+        // SAFETY: the caller holds the communicator's lock during the call, and has seen that the communicator is there.
         unsafe { self.library.0.async_error(comm) }.map_err(|error| {
             if error.code == NcclResult::UNHANDLED_CUDA_ERROR {
                 self.cuda_failed.get_or_init(Instant::now);
@@ -198,8 +202,8 @@ impl NcclEnd {
         })
     }
 
-    /// Elements of a copy of the input of a piece: where that is to be scaled, or the results would overwrite it before it was read, and
-    /// the output has no room for it.
+    /// How many elements of a piece's input have to be copied to memory of ours; 0: none. That is so in two cases: the input is to be
+    /// scaled and the output is no place for the scaled input, or the results would overwrite the input before NCCL has read it.
     fn copied(&self, call: &WholeCall, piece: &Piece) -> usize {
         let (rank, size) = self.place;
         match call.kind {
@@ -207,16 +211,17 @@ impl NcclEnd {
             _ if piece.tables.is_some() => 0,
             Kind::AllToAll if piece.is_in_place() => size * piece.count,
             Kind::ReduceScatter if call.scale.is_some() => size * piece.count,
-            // (A rank that only gives keeps its buffer as it was.)
+            // A rank that is not the root keeps its buffer as it was.
             Kind::Reduce if call.scale.is_some() && rank != call.root => piece.count,
             _ => 0,
         }
     }
 
-    /// Does to the input of a piece what NCCL does not: scales it, and brings it where the results do not overwrite it.
+    /// Does what NCCL does not do: scales the input of a piece, or copies it, to where the results do not overwrite it. In a
+    /// reduce_scatter in place this also makes the rank's own block the output.
     ///
     /// # Safety
-    /// As of [`Whole::submit`].
+    /// As for [`Whole::submit`].
     unsafe fn prepare(
         &self,
         call: &WholeCall,
@@ -240,18 +245,18 @@ impl NcclEnd {
         };
         let missing =
             || Error::system("prepare a call of NCCL", format!("there is no kernel for {dtype} (a bug)"));
-        // SAFETY: the caller's promise: the operation's memory, on this device, in the order of this stream; and memory of ours that
-        // goes back in the same order.
+        // SAFETY: the caller promises that the operation's memory is on this device and is used in the order of this stream. Our copy
+        // goes back to the pool in the same order.
         unsafe { stream.launch("prepare a call of NCCL", &launch.ok_or_else(missing)?) }?;
         piece.input = std::ptr::without_provenance(to as usize);
         self.kept.lock().extend(copy);
         Ok(())
     }
 
-    /// Makes the calls of one piece, in a group.
+    /// Calls NCCL for one piece. The caller has begun a group of NCCL's.
     ///
     /// # Safety
-    /// As of [`Whole::submit`].
+    /// As for [`Whole::submit`].
     unsafe fn enqueue(
         &self,
         (call, piece): (&WholeCall, &Piece),
@@ -275,7 +280,7 @@ impl NcclEnd {
         match call.kind {
             Kind::AllReduce | Kind::Reduce | Kind::ReduceScatter => {
                 let (dtype, op) = (data_type(piece.dtype), red_op(call.op, piece.dtype));
-                // `takes` has seen to that.
+                // `takes` has refused types and reductions that NCCL does not have.
                 let (Some(dtype), Some(op)) = (dtype, op) else { return Ok(()) };
                 let ends = (piece.input.cast(), piece.output.cast(), piece.count);
                 match call.kind {
@@ -318,7 +323,7 @@ impl NcclEnd {
                 to(peer, input_block(peer))?;
                 from(peer, block(peer))
             }),
-            // `takes` has seen to that.
+            // `takes` has refused all other collectives.
             _ => Ok(()),
         }
     }
@@ -326,7 +331,7 @@ impl NcclEnd {
 
 impl Witness for NcclEnd {
     fn check(&self) -> Result<(), Error> {
-        // While another thread calls NCCL, that thread hears of what has failed. Nobody waits for it here: it may block.
+        // If another thread is in a call of NCCL, that thread hears what has failed. This one does not wait for it, as the call may block.
         let Some(comm) = self.comm.try_lock() else { return Ok(()) };
         self.asked(self.there(*comm)?).map(drop)
     }
@@ -363,7 +368,7 @@ impl Whole for NcclEnd {
     unsafe fn submit(&self, mut call: WholeCall, stream: Option<&DeviceStream>) -> Result<(), Error> {
         let stream = stream.unwrap_or(&self.stream);
         let mut pieces = std::mem::take(&mut call.pieces);
-        // (Where a rank knows its own counts alone, there is no count.)
+        // Pieces without elements need no call. But `count` has no meaning in a collective in which each rank knows only its own counts.
         pieces.retain(|piece| piece.count > 0 || piece.tables.is_some() && !call.kind.reduces());
         for piece in &mut pieces {
             // SAFETY: the caller's promise.
@@ -401,7 +406,8 @@ impl Whole for NcclEnd {
         })
     }
 
-    /// That CUDA has failed NCCL says in no more words. The driver, which is asked beside it, says which device it was and what to do.
+    /// If CUDA has failed, NCCL says only that. The engine asks the driver, too, whose error says which device has failed and what to do. So
+    /// NCCL's error is held back for a while.
     fn gives_way(&self) -> bool {
         self.cuda_failed.get().is_some_and(|since| since.elapsed() < DRIVER_FIRST)
     }
@@ -409,13 +415,14 @@ impl Whole for NcclEnd {
     fn poll(&self) -> Result<Standing, Error> {
         let state = self.state();
         if state.is_err() && self.cuda_failed.get().is_some() {
-            // Nobody else asks the driver before all of the call is on the stream.
+            // If the device has failed, the driver says so when it is to record an event. Nobody else calls the driver before all of
+            // NCCL's call is on the stream.
             self.stream.point()?;
         }
         if state? == NcclResult::IN_PROGRESS {
             return Ok(Standing::InProgress);
         }
-        // All that reads it is on the stream, so it goes back behind that.
+        // All work that reads the copies is on the stream by now, so their memory goes back to the pool behind that work.
         self.kept.lock().clear();
         Ok(Standing::OnStream)
     }
@@ -425,7 +432,7 @@ impl Whole for NcclEnd {
             return;
         }
         let (library, quiet, busy, comm) = (self.library, self.quiet.clone(), Busy::new(), self.comm.clone());
-        // It waits for whoever calls NCCL right now, and for what is on the device, so a thread of its own does it.
+        // The abort waits for threads that are in a call of NCCL, and for NCCL's work on the device. So a thread of its own makes it.
         let abort = move || {
             let _busy = busy;
             let Some(comm) = comm.lock().take() else { return };
@@ -450,14 +457,14 @@ impl Drop for NcclEnd {
     fn drop(&mut self) {
         let kept = std::mem::take(&mut *self.kept.lock());
         if forked::is_forked() {
-            // The library is the parent's.
+            // This is a forked child, and what NCCL and the driver have is the parent's.
             return std::mem::forget(kept);
         }
         let is_aborted = self.is_aborted.load(Ordering::Acquire);
-        // Nobody else has it, if it is not aborted.
+        // Only the thread that aborts may still have the communicator. If there is none, the lock is free.
         let Some(comm) = self.comm.try_lock().filter(|_| !is_aborted).and_then(|mut comm| comm.take()) else {
             if !self.is_quiet() {
-                // NCCL may touch it yet.
+                // NCCL may still touch the copies.
                 std::mem::forget(kept);
             }
             return;
@@ -505,8 +512,8 @@ unsafe fn end_in_peace(nccl: &Nccl, comm: NcclComm) -> Result<(), NcclError> {
     Ok(())
 }
 
-/// Whether NCCL takes a value of a variable of its own as "on": it is a number other than 0, decimal or hexadecimal. All else counts as if the
-/// variable was not set.
+/// Whether NCCL takes this value of one of its variables as "on": the value is a number other than 0, decimal or hexadecimal. Text that is
+/// no number counts as if the variable was not set.
 fn is_switched_on(text: &str) -> bool {
     let text = text.trim();
     let number = match text.strip_prefix("0x").or_else(|| text.strip_prefix("0X")) {
@@ -516,7 +523,7 @@ fn is_switched_on(text: &str) -> bool {
     number.is_ok_and(|number| number != 0)
 }
 
-/// The type as NCCL numbers it. Types that it lacks, or not every version has, are none.
+/// The type as NCCL numbers it. `None`: NCCL does not have the type, or not in every version that is taken here.
 fn data_type(dtype: DType) -> Option<NcclDataType> {
     Some(match dtype {
         DType::I8 => NcclDataType::INT8,
@@ -533,8 +540,8 @@ fn data_type(dtype: DType) -> Option<NcclDataType> {
     })
 }
 
-/// The reduction as NCCL numbers it. Of what its documentation does not promise to give what ours does (a minimum that is not a
-/// number, the average of integers) there is none.
+/// The reduction as NCCL numbers it. `None`: NCCL's documentation does not promise the result that ours gives. That is so for minima and
+/// maxima of floats, among which there may be a NaN, and for averages of integers.
 fn red_op(op: ReduceOp, dtype: DType) -> Option<NcclRedOp> {
     match op {
         ReduceOp::Sum => Some(NcclRedOp::SUM),

@@ -1,9 +1,10 @@
 //! Copies between a device and host memory that is not pinned, in slices through pinned memory.
 //!
-//! The driver takes such memory too, but then blocks its caller until the stream comes to the copy. With a collective on
-//! the stream that is until other ranks have called, and their tasks may be waiting for this very thread. So nothing is
-//! put on the caller's stream: once that has come to its point, slices go over a stream of the device's that holds nothing
-//! else, two at a time, and the thread that sees one end copies it on and starts the next.
+//! The driver copies such memory too, but then blocks its caller until the stream comes to the copy. If a collective is on the stream,
+//! the caller would be blocked until the other ranks have called it, and their tasks may be waiting for this very thread. So no copy is
+//! put on the caller's stream. When that stream has done what it held at the call, the slices go over the device's stream of copies, which
+//! holds nothing that waits, two at a time. The thread that sees a slice end (`waiter.rs`) copies it to the user's memory if the host is
+//! the target, and starts the next.
 
 use std::sync::Arc;
 
@@ -17,9 +18,10 @@ use super::transfer::{Settle, Transfer, refused_in_capture};
 use super::waiter::{self, Outcome, Then};
 use crate::error::Error;
 
-/// Bytes of a slice: long beside what its start and end cost (tens of microseconds), short beside what may be pinned.
+/// Bytes of a slice: so many that its start and end (tens of microseconds) cost little beside its copy, and so few that little memory is
+/// pinned.
 const SLICE: usize = 4 << 20;
-/// One is on its way while the host copies another.
+/// Slices of one copy that are under way at a time: the device copies one while the host copies the other.
 const SLOTS: usize = 2;
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -44,7 +46,7 @@ pub(super) struct Route {
     pub(super) device: u64,
     pub(super) host: *mut u8,
     pub(super) bytes: usize,
-    /// Whether the device copies to and from this memory of the host's by itself.
+    /// Whether `host` is pinned, so that the device can copy to and from it by itself.
     pub(super) is_pinned: bool,
 }
 
@@ -52,8 +54,8 @@ impl Route {
     /// Puts the copy on a stream.
     ///
     /// # Safety
-    /// The stream's context is entered. Until the copy is done, `bytes` bytes on both sides stay, and nobody else writes them, nor
-    /// reads those that are written.
+    /// The stream's context is entered. Until the copy is done, `bytes` bytes on both sides stay allocated, nobody else writes them, and
+    /// nobody else reads the side that the copy writes.
     pub(super) unsafe fn put(self, cuda: &Cuda, stream: CuStream) -> Result<(), CudaError> {
         let Route { direction, device, host, bytes, .. } = self;
         match direction {
@@ -67,7 +69,7 @@ impl Route {
         }
     }
 
-    /// Copies between what `held` owns, in the order of `stream`.
+    /// Copies between the two buffers that `held` owns, in the order of `stream`.
     pub(super) fn start<K: Send + 'static, O: Send + 'static, F: Send + 'static>(
         self,
         stream: &DeviceStream,
@@ -77,20 +79,20 @@ impl Route {
         if self.bytes > 0 && !self.is_pinned {
             return copy(stream, self, held, settle);
         }
-        // SAFETY: `Transfer::start` enters the context. The lengths are equal, and a buffer's memory is initialised and does not move
-        // with it; `held` has both buffers, alone, until the copy is done.
+        // SAFETY: `Transfer::start` enters the context. The buffers are equally long and initialised, and their memory stays where it is
+        // when the buffers are moved. `held` owns both, and nobody else uses them, until the copy is done.
         let put = |cuda: &Cuda, _: &mut K| unsafe { self.put(cuda, *stream.0.raw()) };
         Transfer::start(stream, held, self.direction.doing(), put, settle)
     }
 }
 
 struct Progress {
-    /// Bytes that have been started.
+    /// How many bytes are in slices that have been started.
     started: usize,
-    /// Slices on their way; and, at first, the wait for the stream's point.
+    /// How many slices are under way. The wait for the caller's stream counts as one.
     running: usize,
     failed: Option<Error>,
-    /// Nobody can tell whether the device still copies.
+    /// Whether the device may still be copying, and nobody can tell.
     unknown: bool,
     then: Option<Then>,
 }
@@ -103,13 +105,13 @@ struct Copy {
     progress: Mutex<Progress>,
 }
 
-// SAFETY: `route.host` is the memory of what `then` holds, a buffer that is Send; it is touched by whoever has taken a slice
-// of it (`started`), so each byte by one thread at a time, and not once `then` was called.
+// SAFETY: `route.host` is the memory of a buffer that is Send and that `then` holds. Only the thread that has taken a slice (`started`)
+// touches the bytes of that slice, so one thread at a time touches each byte, and none does once `then` was called.
 unsafe impl Send for Copy {}
 // SAFETY: as above.
 unsafe impl Sync for Copy {}
 
-/// A part of a copy, and the part of the block that it goes through.
+/// A part of a copy, and the slot of the pinned block that it goes through.
 struct Slice {
     slot: usize,
     from: usize,
@@ -117,14 +119,14 @@ struct Slice {
 }
 
 impl Slice {
-    /// Its bytes in the user's memory, and in the block.
+    /// Where its bytes are in the user's memory, and in the block.
     fn on_host(&self, copy: &Copy) -> (*mut u8, *mut u8) {
         let staged = copy.block.at(self.slot * SLICE);
         (copy.route.host.wrapping_add(self.from), staged)
     }
 }
 
-/// Copies between what `held` owns, once `stream` has come to what is on it now.
+/// Copies between the two buffers that `held` owns, once `stream` has done what is on it now.
 fn copy<K: Send + 'static, O: Send + 'static, F: Send + 'static>(
     stream: &DeviceStream,
     route: Route,
@@ -155,7 +157,7 @@ fn copy<K: Send + 'static, O: Send + 'static, F: Send + 'static>(
 }
 
 impl Copy {
-    /// The stream has come to the copy's point, or will not.
+    /// Called when the caller's stream has done what it held at the call, or is known never to do it.
     fn begin(self: &Arc<Copy>, outcome: Outcome) {
         if self.went_well(outcome) {
             (0..SLOTS).for_each(|slot| self.next(slot));
@@ -163,7 +165,7 @@ impl Copy {
         self.ended();
     }
 
-    /// Keeps what went wrong, if anything did.
+    /// Whether a wait for an event ended well. If it did not, keeps the error.
     fn went_well(&self, outcome: Outcome) -> bool {
         match outcome {
             Outcome::Reached => return true,
@@ -179,7 +181,7 @@ impl Copy {
         progress.unknown |= unknown;
     }
 
-    /// One that ran has ended; with the last of them all is over.
+    /// Called when one of the `running` has ended. When the last has, the copy is over, and `then` is called.
     fn ended(&self) {
         let mut progress = self.progress.lock();
         progress.running -= 1;
@@ -190,7 +192,7 @@ impl Copy {
         let outcome = match progress.failed.take() {
             None => Outcome::Reached,
             Some(error) if progress.unknown => {
-                // Nor does anybody use the pinned memory again.
+                // The device may still use the pinned block, so it is never given back.
                 std::mem::forget(self.block.clone());
                 Outcome::Unknown(error)
             }
@@ -200,7 +202,7 @@ impl Copy {
         then(outcome);
     }
 
-    /// Starts the next slice, through this slot.
+    /// Starts the next slice, if there is one, through this slot.
     fn next(self: &Arc<Copy>, slot: usize) {
         let slice = {
             let mut progress = self.progress.lock();
@@ -226,7 +228,8 @@ impl Copy {
                 waiter::watch(event, Box::new(then));
             }
             Err(error) => {
-                // Whether anything was put there or not, it is over when the stream is, which has only copies.
+                // The slice's copy may be on the stream of copies or not. In either case it is over when that stream has done all that
+                // is on it. This thread may wait for that, as nothing there waits for anything.
                 let unknown = self.context.synchronize_copies().is_err();
                 self.fail(error, unknown);
                 self.ended();
@@ -234,30 +237,30 @@ impl Copy {
         }
     }
 
-    /// Puts a slice on the stream.
+    /// Puts a slice on the stream of copies. If the slice goes to the device, this first copies it from the user's memory to its slot.
     fn put(&self, slice: &Slice) -> Result<DeviceEvent, Error> {
         let (host, staged) = slice.on_host(self);
         if self.route.direction == Direction::ToDevice {
-            // SAFETY: `len` bytes on both sides, the slice's own (`Copy`); the slot is free: what it was for has ended.
+            // SAFETY: both sides have `len` bytes, which only this slice uses (`Copy`): the slot's last slice has ended.
             unsafe { std::ptr::copy_nonoverlapping(host, staged, slice.len) };
         }
         let (device, host) = (self.route.device + slice.from as u64, staged);
         let part = Route { device, host, bytes: slice.len, is_pinned: true, ..self.route };
         let event = self.context.within(part.direction.doing(), |entered| {
             let stream = self.context.copies(entered)?;
-            // SAFETY: `len` bytes on both sides. The buffer's stream had come to the copy's point, and the buffer and the block are
-            // held until the slice has ended.
+            // SAFETY: both sides have `len` bytes. The buffer's stream has done what it held when the copy was called. The buffer and
+            // the block are held until the slice has ended.
             unsafe { part.put(self.context.cuda, *stream) }?;
             self.context.mark(entered, *stream)
         })?;
         Ok(DeviceEvent::of(&self.context, event))
     }
 
-    /// Takes a slice that has come out of its slot.
+    /// Called when the device has copied a slice. If the slice goes to the host, this copies it from its slot to the user's memory.
     fn leave(&self, slice: &Slice) {
         if self.route.direction == Direction::ToHost {
             let (host, staged) = slice.on_host(self);
-            // SAFETY: as in `put`; the device has written the slot.
+            // SAFETY: as in `put`. The device has written the slot and is done with it.
             unsafe { std::ptr::copy_nonoverlapping(staged, host, slice.len) };
         }
     }

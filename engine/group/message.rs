@@ -6,23 +6,23 @@ use crate::error::{Error, Lost};
 use crate::link::Break;
 use crate::types::{Rank, Signature};
 
-/// Names a communicator in a world: the world's own is 0, children take the numbers their parent agrees on.
+/// Names a communicator in a world. The world's own is 0. The number of every other one is computed from its parent's, by each member.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub(crate) struct CommId(pub(crate) u64);
 
 impl CommId {
-    /// The world's own.
+    /// The world's own communicator.
     pub(crate) const WORLD: CommId = CommId(0);
 }
 
-/// A control message. One travels as a 4-byte little-endian length and JSON.
+/// A control message. On a connection it is a 4-byte little-endian length, followed by so many bytes of JSON.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) enum Message {
-    /// "I am here." Sent when nothing else was for a while.
+    /// "I am here." Sent when the sender has sent nothing else for a while.
     Heartbeat,
-    /// The sender leaves; with the first cause if it leaves because of one.
+    /// The sender leaves the world.
     Goodbye {
-        /// Why, if not in peace.
+        /// The first loss that the sender knows of. `None`: it knows of none, and leaves in peace.
         cause: Option<Error>,
     },
     /// The communicator is dead for everyone, for this cause.
@@ -32,8 +32,8 @@ pub(crate) enum Message {
         /// The first cause the sender knows of.
         cause: Error,
     },
-    /// "I have waited for a while in this operation: have you called the same?" Of a message: "I have waited for a while to
-    /// receive it from you", which is not answered.
+    /// "I have waited for a while in this operation: have you called the same?" A rank that closes asks so about its last collectives, too.
+    /// If the signature is of a message: "I have waited for a while to receive it from you", which is not answered.
     Stalled {
         /// Which communicator.
         comm: CommId,
@@ -42,78 +42,78 @@ pub(crate) enum Message {
         /// What the sender called.
         signature: Signature,
     },
-    /// Answer to [`Message::Stalled`]: the highest operation number the sender has called.
+    /// The answer to [`Message::Stalled`]: what the sender called last.
     Called {
         /// Which communicator.
         comm: CommId,
-        /// Number in question.
+        /// Number of the operation that was asked about.
         number: u64,
-        /// The last operation called there (`None`: none yet).
+        /// Number of the last collective that the sender has called (`None`: it has called none yet).
         last: Option<u64>,
-        /// A message that the sender waits to receive, and from whom: the oldest such.
+        /// The oldest message that the sender waits to receive, and the rank that is to send it.
         receives: Option<(Rank, Signature)>,
     },
-    /// "A data connection between us broke: is there a cause that I have not heard of?" A member that knows of none aborts
-    /// the communicator.
+    /// "A data connection between us broke: do you know the cause?" The receiver answers with [`Message::Abort`]. If it knows no cause,
+    /// it aborts the communicator because of the break.
     Broke {
         /// Which communicator.
         comm: CommId,
-        /// What the sender knows.
+        /// What the sender knows of the break.
         what: Break,
     },
     /// The sender closes the communicator after this many collectives.
     Closing {
         /// Which communicator.
         comm: CommId,
-        /// Collectives it has called.
+        /// How many collectives the sender has called.
         calls: u64,
     },
-    /// A step of an agreement.
+    /// A step of an agreement ([`Step`]).
     Agree {
         /// Which communicator.
         comm: CommId,
         /// The members that the sender knows lost, and how.
         lost: Vec<(Rank, Lost)>,
-        /// What it says.
+        /// What the sender says.
         step: Step,
     },
-    /// The sender has ended a communicator for good: it neither reads nor writes the rings of it any more, and does
-    /// not offer to take it up again. Sent once, by each member.
+    /// The sender has ended a communicator for good: it does not touch the rings any more, and will not offer them for a later communicator
+    /// of the same members. Each member sends this once.
     Retired {
         /// The communicator for which the rings were made.
         comm: CommId,
     },
-    /// "What time is it there?", and the answer. Times are microseconds since 1970.
+    /// The question "What time is it where you are?", or its answer. Times are microseconds since 1970.
     Clock {
-        /// The time where it was asked.
+        /// When the question was sent, by the clock of the rank that asks. The answer repeats it.
         asked_us: f64,
-        /// The time at which it was heard there; `None` in the question.
+        /// When the question arrived, by the clock of the rank that answers. `None`: this is the question.
         at_us: Option<f64>,
     },
-    /// The sender takes part in making a communicator of another one's survivors, or does not. Sent once, by each of them.
+    /// The sender says whether it takes part in making a communicator of another one's survivors. Each member that shrinks sends this once.
     Meet {
         /// The communicator to be made.
         comm: CommId,
-        /// What the sender brings, as to a split. `None`: it does not come.
+        /// What the sender would bring to a split (a row of the pool's `Proposal`). `None`: it does not take part.
         row: Option<[u64; 5]>,
     },
 }
 
-/// What members of a communicator say to agree: docs/adr/0010-agree.md. Ranks are the communicator's.
+/// What members of a communicator tell each other to agree (docs/adr/0010-agree.md). Ranks are ranks of that communicator.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub(crate) enum Step {
-    /// The sender has called, and will accept nothing from members below `ballot` any more: it knows them lost.
+    /// The sender has called `agree`. From members below `ballot`, which it knows to be lost, it accepts nothing any more.
     Vote {
         /// Number of the agreement.
         number: u64,
-        /// What it called with.
+        /// The flag that the sender called with.
         flag: bool,
-        /// Its coordinator.
+        /// The sender's coordinator: the lowest member that it does not know to be lost.
         ballot: Rank,
-        /// The outcome it has accepted last, and from which coordinator.
+        /// The outcome that the sender has accepted last, and from which coordinator.
         accepted: Option<(Rank, Outcome)>,
     },
-    /// The sender is coordinator, and this is what the verdict would be.
+    /// The sender is the coordinator, and proposes this outcome as the verdict.
     Propose {
         /// Number of the agreement.
         number: u64,
@@ -125,28 +125,28 @@ pub(crate) enum Step {
         /// Number of the agreement.
         number: u64,
     },
-    /// Everyone who lives has accepted this.
+    /// This outcome is the verdict: every member that is not lost has accepted it.
     Decide {
         /// Number of the agreement.
         number: u64,
         /// The outcome.
         outcome: Outcome,
     },
-    /// Nothing but who is lost.
+    /// The message is sent only for its list of lost members.
     Lost,
 }
 
-/// What an agreement comes to.
+/// The outcome of an agreement.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub(crate) struct Outcome {
-    /// All counted flags together.
+    /// Whether all flags that were counted are true.
     pub(crate) flag: bool,
-    /// Members whose flags were not counted.
+    /// Members whose flags were not counted, and how they were lost.
     pub(crate) lost: Vec<(Rank, Lost)>,
 }
 
 impl Message {
-    /// The communicator that this is about.
+    /// The communicator that this message is about.
     pub(crate) fn comm(&self) -> Option<CommId> {
         match self {
             Message::Abort { comm, .. }
@@ -162,12 +162,12 @@ impl Message {
     }
 }
 
-/// Opens a data connection: from this rank, for this communicator, in this direction only.
+/// What a rank says of a data connection that it opens. Data goes over the connection in one direction only, from this rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct DataHello {
     /// Which communicator.
     pub(crate) comm: CommId,
-    /// World rank of the sender.
+    /// World rank of the rank that opens the connection, and sends the data.
     pub(crate) from: Rank,
     /// 0: collectives, 1: point-to-point.
     pub(crate) channel: u8,

@@ -1,20 +1,20 @@
 //! The protocol of a single-producer, single-consumer ring of frames, over any memory.
 //!
-//! A cell carries a *lap* number beside its frame: the consumer finds a cell ready when it shows the lap it
-//! expects, so one cache line carries both the news and the frame. The consumer counts the frames it has
-//! released on a line of its own. `tests/loom` runs this very file under loom.
+//! Beside its frame a cell carries a *lap* number, which counts how often the producer has gone round the ring. A cell is ready when
+//! it shows the lap that the consumer has reached, so one cache line carries a frame and the news of it. On another cache line the
+//! consumer publishes how many frames it has released. `tests/loom` runs this very file under loom.
 
-/// Cells of a ring: frames posted and not yet released.
+/// Cells of a ring: at most this many frames are posted and not yet released.
 pub(crate) const CELLS: u64 = 16;
 
-/// The released count of a consumer that will not read again.
+/// What a consumer that will not read again publishes in place of its count of released frames.
 pub(crate) const CLOSED: u64 = u64::MAX;
 
-/// The memory of a ring. Implementations give the orderings that the names say.
+/// The memory of a ring. An implementation uses the memory ordering that the doc of a method names in parentheses.
 pub(crate) trait RingMemory {
     /// What a cell carries.
     type Frame;
-    /// Cells of the ring; fewer only for models.
+    /// Cells of the ring. Only the rings that `tests/loom` models have fewer than 16.
     const CELLS: u64 = CELLS;
     /// Lap of a cell (acquire).
     fn lap_acquire(&self, cell: usize) -> u32;
@@ -34,7 +34,7 @@ fn cell<M: RingMemory>(index: u64) -> usize {
     (index % M::CELLS) as usize
 }
 
-/// Never 0, which is what fresh memory shows.
+/// The lap number of a frame. It is never 0, because 0 is what a cell of fresh memory shows.
 fn lap<M: RingMemory>(index: u64) -> u32 {
     ((index / M::CELLS) % u64::from(u32::MAX)) as u32 + 1
 }
@@ -68,14 +68,14 @@ impl<M: RingMemory> Producer<M> {
         self.released() > self.next - M::CELLS
     }
 
-    /// Frames whose cells (and payloads) the consumer is done with.
+    /// How many frames the consumer is done with, their cells and their payloads.
     pub(crate) fn released(&mut self) -> u64 {
         let seen = self.memory.released_acquire();
         if seen == CLOSED {
             self.released = self.next;
             return self.next;
         }
-        // A count that no correct consumer writes is not believed: memory stays lent.
+        // A count that no correct consumer writes is ignored, and what the frames lend stays lent.
         if seen >= self.released && seen <= self.next {
             self.released = seen;
         }
@@ -87,14 +87,14 @@ impl<M: RingMemory> Producer<M> {
         self.memory.released_acquire() == CLOSED
     }
 
-    /// Writes and publishes a frame. Only after `room`.
+    /// Writes and publishes a frame. To be called only after `room` has said that a cell is free.
     pub(crate) fn post(&mut self, frame: M::Frame) {
         let number = self.claim();
         publish(&self.memory, number, frame);
     }
 
-    /// Takes the next cell for a frame that is [published](publish) later: frames are published in the order in which their cells were
-    /// taken. Only after `room`. Returns the frame's number.
+    /// Takes the next cell for a frame that the caller [publishes](publish) later, and returns the frame's number. The caller publishes
+    /// frames in the order of their numbers. To be called only after `room` has said that a cell is free.
     pub(crate) fn claim(&mut self) -> u64 {
         debug_assert!(self.next - self.released < M::CELLS);
         self.next += 1;
@@ -124,30 +124,30 @@ impl<M: RingMemory> Consumer<M> {
         &self.memory
     }
 
-    /// Index of the cell at the head, if a frame is there.
+    /// Index of the head, the cell that is to be read next, if a frame is in it.
     pub(crate) fn head(&self) -> Option<usize> {
         let at = cell::<M>(self.next);
         (self.memory.lap_acquire(at) == lap::<M>(self.next)).then_some(at)
     }
 
-    /// The frame at the head, if one is there.
+    /// The frame in the head, if one is there.
     pub(crate) fn peek(&self) -> Option<M::Frame> {
         self.head().map(|at| self.memory.read(at))
     }
 
-    /// Gives everything back, also what is still to come: this consumer reads no more.
+    /// Gives all frames back, also those that are posted later: this consumer reads no more.
     pub(crate) fn close(&mut self) {
         self.memory.release(CLOSED);
     }
 
-    /// Gives the head's cell back. Only after `peek` showed a frame.
+    /// Gives the head back, and goes on to the next cell. To be called only after `peek` showed a frame.
     pub(crate) fn release(&mut self) {
         let count = self.pass();
         self.memory.release(count);
     }
 
-    /// Goes on to the next cell, while the head's is given back later. Only after `peek` showed a frame. Returns the number of frames that have
-    /// been released when it is given back, for [`RingMemory::release`].
+    /// Goes on to the next cell without giving the head back. To be called only after `peek` showed a frame. Returns the count that the
+    /// caller later passes to [`RingMemory::release`] to give the cell back.
     pub(crate) fn pass(&mut self) -> u64 {
         self.next += 1;
         self.next

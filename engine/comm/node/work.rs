@@ -12,17 +12,17 @@ use crate::error::{Error, Failed};
 use crate::exec::{Together, poll_together, wait_together};
 use crate::mem::HostStream;
 
-/// What each device's part came to, where not all came to what was wanted: the result of those that did, and the error
-/// (with the buffer, if it may be had) of those that did not.
+/// What each device's part came to, where at least one part has failed: its result, or its error (with the buffer, if that can
+/// be given back).
 pub type Outcomes<S, O> = <S as Several>::Of<Result<O, Failed<<S as Several>::Item>>>;
 
-/// What each device's stream has, in order: see [`NodeWork::join`].
+/// What [`NodeWork::join`] returns.
 type Joined<S, O> = Result<<S as Several>::Of<Ordered<O, <S as Several>::Item>>, Failed<Outcomes<S, O>>>;
 
-/// An operation of all devices of a [`Node`](super::Node) that has been submitted: a future of all parts, in the shape
-/// in which the buffers came.
+/// An operation of all devices of a [`Node`](super::Node) that has been submitted: a future of the results of all parts, in the
+/// shape (array or vector) in which the buffers came.
 ///
-/// As a [`Work`]: it runs whether or not it is polled, dropping it lets it run on, and it needs no particular runtime.
+/// Like a [`Work`], it runs whether or not it is polled; dropping it lets it run on; and it needs no particular runtime.
 /// One thread that awaits or waits drives all parts.
 #[must_use = "the buffers come back through it: await it, `.wait()` for it, or drop it to let the operation run on"]
 pub struct NodeWork<S: Several, O = <S as Several>::Item> {
@@ -65,12 +65,12 @@ impl<S: Several, O> NodeWork<S, O> {
 }
 
 impl<S: Several<Item: Send + 'static>, O: Send + 'static> NodeWork<S, O> {
-    /// Makes each device's stream wait for its part, not the caller: `streams` are one for each device, in order. Each
-    /// result is for work on that stream, or to be awaited.
+    /// Makes each device's stream wait for its device's part; the caller does not wait. `streams` has one stream for each
+    /// device, in the order of the devices. Each result can be used by work on its stream, or be awaited.
     ///
     /// # Errors
-    /// Those that are known already; another number of streams than of devices, or an operation that was polled before
-    /// (both after waiting for it, so that nothing is lost: what it came to is in `buf`).
+    /// The call was refused. Or [`Error::Invalid`]: there is not one stream for each device, or a poll has already seen the
+    /// end of a part. `join` then waits for the operation first, so that nothing is lost: what it came to is in `buf`.
     pub fn join<'s>(mut self, streams: impl IntoIterator<Item = &'s HostStream>) -> Joined<S, O> {
         let none = || Failed { buf: None, error: Error::invalid("join", "this operation was taken already") };
         let parts = self.parts.as_mut().ok_or_else(none)?.as_mut();

@@ -1,4 +1,4 @@
-//! [`DeviceOp`]s that have failed.
+//! How a [`DeviceOp`] that has failed is given up.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -10,7 +10,7 @@ use crate::link::waits::{Wait, kept};
 use crate::trace::log::LOG;
 
 impl DeviceOp {
-    /// It has failed, for this cause. Told before any stream goes on that waits for it.
+    /// Notes that the operation has failed for this cause. Called before any stream that waits for the operation goes on. The first call counts.
     pub(crate) fn give_up(self: &Arc<Self>, cause: &Error) {
         let verdict = {
             let mut state = self.state.lock();
@@ -26,16 +26,18 @@ impl DeviceOp {
         }
         leaving.operations.lock().push(Arc::downgrade(self));
         if leaving.has_begun.load(Ordering::Acquire) {
-            // It was called meanwhile, and nothing of it is on a stream.
+            // The operation was called after the communicator had failed, so none of its work is on a stream. `Binding::leave` may already
+            // have released the operations that were called before; this command releases this one, too.
             let ours = self.binding.ours.clone();
             self.binding.ours.commands.put_always(move || drop(ours.release_all()));
         }
     }
 
-    /// Gives it up. Whether a device may still touch its buffers all the same.
+    /// Gives the operation up. Returns whether a device may still touch its buffers all the same.
     pub(crate) fn cannot_give_up(self: &Arc<Self>, cause: &Error) -> bool {
         self.give_up(cause);
-        // Where a rank went on without waiting for others, those may touch it yet.
+        // The check fails if this rank, or one in another process, has let its stream go on without waiting for the others: then the devices
+        // of the others may still touch the buffers.
         let checked = self.check();
         let is_err = checked.is_err();
         if let Err(error) = checked {
@@ -45,22 +47,23 @@ impl DeviceOp {
         is_err || self.binding.leaving.ordered.get().is_some_and(Result::is_err)
     }
 
-    /// It has failed, and its buffers are not to be given back by whoever has them until all of these are over; `None`: never.
+    /// Notes that somebody may still touch the failed operation's buffers: whoever has them must keep them until all these leases are over;
+    /// `None`: for good.
     pub(crate) fn lose(&self, until: Option<Vec<Arc<Lease>>>) {
         self.state.lock().lost = Some(until);
     }
 
-    /// Whether its buffers are to be kept, and until when (see [`lose`](Self::lose)).
+    /// What [`lose`](Self::lose) has noted. `None`: the buffers need not be kept.
     pub(crate) fn lost(&self) -> Option<Option<Vec<Arc<Lease>>>> {
         self.state.lock().lost.clone()
     }
 
-    /// Makes the buffers' streams wait for what is still on the stream of any rank of this process, as that may touch them. No rank puts more
-    /// there.
+    /// Makes the buffers' streams wait for the work that is still on the stream of any rank of this process, as that work may touch the
+    /// buffers. No rank puts more work there: `Binding::cut` has seen to that.
     pub(super) fn order_after_all(&self) -> Result<(), Error> {
         for device in self.binding.all.iter().flatten().filter(|_| kept(Wait::GiveUp)) {
             let last = device.stream.point()?;
-            // Ours waits, too: an operation's workspace goes back to the pool in its order.
+            // This rank's own stream waits, too: the operation's workspace goes back to the pool in the order of that stream.
             let ours = [self.stream()].into_iter().filter(|_| kept(Wait::GiveUpOurs));
             self.streams.iter().chain(ours).try_for_each(|stream| stream.wait_event(&last))?;
         }

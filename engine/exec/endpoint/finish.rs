@@ -1,4 +1,4 @@
-//! How operations end, well or not.
+//! How operations end, well or not, and how a communicator dies.
 
 use std::sync::Arc;
 use std::task::Waker;
@@ -39,7 +39,7 @@ impl Endpoint {
 
     /// Ends an operation. Its user hears of it in [`run_completions`](Self::run_completions).
     pub(super) fn finish(&self, key: Key, result: Result<(), Error>) {
-        // Forgotten before it is finished, so that nobody finds it overdue afterwards.
+        // The copy is forgotten before the operation is finished, so that no look at the deadlines finds it overdue afterwards.
         let copy_back = self.copy_backs.finished(key);
         let mut table = self.submitted.lock();
         let carrier = match table.joinable.is_empty() {
@@ -53,15 +53,15 @@ impl Endpoint {
         carrier.into_iter().chain(copy_back).for_each(|carrier| self.commands.put_drop(carrier));
     }
 
-    /// Wakes the users of operations that have finished, and drops the buffers that nobody will come for. The caller holds
-    /// none of the locks.
+    /// Wakes the users of operations that have finished, and drops the buffers of those whose user has let go of them. The caller holds none
+    /// of the engine's locks.
     pub(super) fn run_completions(self: &Arc<Self>) {
         if self.completions.run(|held| self.commands.dispose(held)) == Ran::TooDeep {
             self.leave_to_progress_thread();
         }
     }
 
-    /// Whether an operation is over. What can be done at once is done first, as by whoever waits.
+    /// Whether an operation is over. Drives the endpoint once before it looks.
     pub(crate) fn is_finished(self: &Arc<Self>, key: Key) -> bool {
         self.drive_once();
         self.submitted.lock().inflight.is_finished(key)
@@ -76,7 +76,7 @@ impl Endpoint {
         finished
     }
 
-    /// Kills the communicator for a cause found here, and tells the others.
+    /// Kills the communicator for a cause that has come up on this rank, and tells the other ranks.
     pub(crate) fn fail(self: &Arc<Self>, error: Error) {
         // A child of a fork is no member: it ends nothing.
         if forked::is_forked() {
@@ -88,7 +88,7 @@ impl Endpoint {
         }
         let error = error.of_rank(self.config.rank, &self.config.named());
         if let Some(cause) = self.health.begin_to_die(error) {
-            // Told before anyone here wakes: should this process end because of it, the others know the cause.
+            // The other ranks are told before anyone here wakes: should this process end because of the failure, they know the cause.
             self.config.control.abort(self, cause);
             self.wake_dead(cause);
             let (comm, rank, cause) = (self.config.name.clone(), self.config.rank, cause.clone());
@@ -96,8 +96,8 @@ impl Endpoint {
         }
     }
 
-    /// Kills the communicator for a cause heard of, and passes that on. This process may end because of it: each of the others then hears the cause from
-    /// here before it hears of that end, whoever told it to this rank.
+    /// Kills the communicator for a cause that has come over the control connections, and passes the cause on to all members: if this process
+    /// ends because of the cause, each other rank hears the cause from this rank before it hears of that end.
     pub(crate) fn poison(self: &Arc<Self>, error: Error) {
         if let Some(cause) = self.health.begin_to_die(error.among(&self.config.named())) {
             self.config.control.abort(self, cause);
@@ -105,9 +105,10 @@ impl Endpoint {
         }
     }
 
-    /// Nothing here waits, for a file or a log either: those come after.
+    /// Marks the communicator as dead, and leaves it to the progress thread to fail its operations. Waits for nothing: other threads write
+    /// the flight recorder's file and the log.
     fn wake_dead(self: &Arc<Self>, cause: &Error) {
-        // Before anyone wakes: whoever leaves because of it finds that a recorder is still to be written.
+        // The recorder's file is asked for before anyone wakes: a thread that then leaves the world finds that it is still to be written.
         self.config.control.clone().dies(self, cause);
         self.health.die();
         self.leave_to_progress_thread();

@@ -1,4 +1,4 @@
-//! Tensors of DLPack that others gave.
+//! DLPack tensors that other libraries have given to this process, and buffers made of them.
 
 use std::fmt;
 use std::ptr::NonNull;
@@ -11,18 +11,18 @@ use crate::error::{Error, Failed};
 use crate::mem::{OwnedSlice, SliceOwner};
 use crate::types::{DType, Element};
 
-/// NumPy takes no more, and no library has that many.
+/// The most dimensions that a tensor may have here: as many as NumPy takes.
 pub(super) const MAX_DIMENSIONS: usize = 64;
 
 pub(crate) const CALL: &str = "dlpack import";
 
-/// A tensor of DLPack that is ours: its deleter is called once, when this and whatever it was made into is gone.
+/// A DLPack tensor that another library has given away to us. Its deleter is called once, when this is gone and so is the buffer that was
+/// made of it.
 ///
-/// [`into_host`](Self::into_host) and [`into_device`](Self::into_device) make a buffer of it, and check for that what can be
-/// checked.
+/// [`into_host`](Self::into_host) and [`into_device`](Self::into_device) make a buffer of it. They check all that can be checked.
 pub struct Tensor {
     managed: Managed,
-    /// A copy of the one in `managed`.
+    /// A copy of the `DLTensor` in `managed`.
     tensor: DLTensor,
     read_only: bool,
 }
@@ -55,29 +55,28 @@ unsafe impl Send for Tensor {}
 unsafe impl Sync for Tensor {}
 
 impl Tensor {
-    /// Takes a tensor in its present form: what a capsule named `dltensor_versioned` has.
+    /// Takes a tensor in DLPack's present form, to which a Python capsule named `dltensor_versioned` points.
     ///
     /// # Safety
-    /// `managed` is null, or points to a tensor as DLPack defines it, which the caller has and now gives away (a capsule is
-    /// renamed to `used_dltensor_versioned`). Of another major version only what precedes the tensor is looked at.
+    /// `managed` is null, or points to a tensor as DLPack defines it, which the caller owns and now gives away (the caller renames a
+    /// capsule to `used_dltensor_versioned`). If it is of another major version, only the fields before `dl_tensor` are looked at.
     /// Until its deleter is called:
     /// - `shape` and, unless it is null, `strides` have `ndim` numbers, which nobody changes;
     /// - the memory is valid for reads and writes of all elements that the tensor describes, and holds values of its type
     ///   (a `bool` is 0 or 1);
-    /// - nobody else reads or writes the memory: also not the library that the tensor is from;
-    /// - for memory of a CUDA device these two hold for work that is put on the stream given to
-    ///   [`into_device`](Self::into_device), from then on. That is what a producer sees to for the stream that it was told:
-    ///   Python's `__dlpack__(stream=..)`.
+    /// - nobody else reads or writes the memory, not even the library that the tensor is from;
+    /// - for memory of a CUDA device the last two points hold for work on the stream given to [`into_device`](Self::into_device) that
+    ///   is put there after that call. A producer makes sure of this for the stream that `__dlpack__(stream=..)` of Python names.
     ///
-    /// The deleter may be called on any thread, also on one that other operations wait for: it must not wait for them. (One
-    /// that takes Python's lock needs that nobody holds the lock while waiting for an operation.)
+    /// The deleter may be called on any thread, also on one that operations need to go on, so it must not wait for an operation. (If
+    /// it takes Python's lock, nobody may hold that lock while waiting for an operation.)
     ///
     /// # Errors
-    /// [`Error::Invalid`]: null; another major version than 1; a number of dimensions that cannot be. The deleter has been
-    /// called.
+    /// [`Error::Invalid`]: `managed` is null; the major version is not 1; the dimensions are fewer than 0 or more than 64; or the
+    /// tensor has dimensions and a null `shape`. Unless `managed` is null, the deleter has been called.
     pub unsafe fn from_versioned(managed: *mut DLManagedTensorVersioned) -> Result<Tensor, Error> {
         let Some(at) = NonNull::new(managed) else { return Err(null()) };
-        // From here on it is deleted on every way out.
+        // From here on every error drops `managed`, and so calls the deleter.
         let managed = Managed::Versioned(at);
         // SAFETY: a tensor, as the caller promises; what precedes `dl_tensor` has this layout in every version.
         let (version, flags) = unsafe { ((*at.as_ptr()).version, (*at.as_ptr()).flags) };
@@ -88,16 +87,16 @@ impl Tensor {
             );
             return Err(Error::invalid(CALL, problem));
         }
-        // SAFETY: as above, of our version.
+        // SAFETY: as above, and the tensor is of our major version.
         let tensor = unsafe { (*at.as_ptr()).dl_tensor };
         Tensor::of(managed, tensor, flags & FLAG_READ_ONLY != 0)
     }
 
-    /// Takes a tensor in its older form: what a capsule named `dltensor` has.
+    /// Takes a tensor in DLPack's older form, to which a Python capsule named `dltensor` points.
     ///
     /// # Safety
-    /// As for [`from_versioned`](Self::from_versioned). This form does not tell whether the memory may be written to: the
-    /// caller knows that it may.
+    /// As for [`from_versioned`](Self::from_versioned). This form does not say whether the memory is read-only, so the caller promises
+    /// that it may be written to.
     ///
     /// # Errors
     /// As [`from_versioned`](Self::from_versioned).
@@ -122,18 +121,18 @@ impl Tensor {
         Ok(Tensor { managed, tensor, read_only })
     }
 
-    /// Its lengths. None: it is one element.
+    /// The length of each dimension. A tensor without dimensions is one element.
     pub fn shape(&self) -> &[i64] {
         self.numbers(self.tensor.shape)
     }
 
-    /// `at`: the shape, or strides.
+    /// The numbers at `at`, one for each dimension: the tensor's shape or its strides. Empty if `at` is null.
     fn numbers(&self, at: *const i64) -> &[i64] {
         let ndim = self.tensor.ndim as usize;
         if ndim == 0 || at.is_null() {
             return &[];
         }
-        // SAFETY: `ndim` numbers, as whoever made this promised, until the tensor is deleted, which is after `self`.
+        // SAFETY: whoever made this promised `ndim` numbers until the deleter is called, and `self` calls it when it is dropped.
         unsafe { std::slice::from_raw_parts(at, ndim) }
     }
 
@@ -142,12 +141,12 @@ impl Tensor {
         self.tensor.dtype.dtype()
     }
 
-    /// Where it is.
+    /// The device on which its memory is.
     pub fn device(&self) -> DLDevice {
         self.tensor.device
     }
 
-    /// How many elements, and where the first is. No address is looked at.
+    /// The number of elements, and the address of the first (0 if there are none). Nothing is read at that address.
     pub(crate) fn elements<T: Element>(&self) -> Result<(usize, u64), String> {
         if self.dtype() != Some(T::DTYPE) {
             return Err(format!("the tensor holds {}, the buffer is to hold {}", TypeName(self), T::DTYPE));
@@ -187,7 +186,7 @@ impl Tensor {
         }
     }
 
-    /// Whether rows follow each other without gaps. Strides along a length of 1 mean nothing.
+    /// Checks that the elements lie one after another in row-major order. The stride of a dimension of length 1 has no meaning.
     fn compact(&self, shape: &[i64]) -> Result<(), String> {
         let strides = self.numbers(self.tensor.strides);
         let mut expected = 1_i64;
@@ -203,12 +202,12 @@ impl Tensor {
         Ok(())
     }
 
-    /// As a buffer of the host's.
+    /// Makes a buffer of the tensor, in the host's memory and without a copy.
     ///
     /// # Errors
-    /// [`Failed`] with the tensor (always `Some`) and [`Error::Invalid`]: it is not the host's memory (`kDLCPU`,
-    /// `kDLCUDAHost`); its elements are of another type or not aligned for it; it is not contiguous, or read-only; or its
-    /// numbers cannot be.
+    /// [`Failed`] with the tensor (always `Some`) and [`Error::Invalid`]: it is not in the host's memory (`kDLCPU`,
+    /// `kDLCUDAHost`); its elements are not of type `T`, or not aligned for it; it is not contiguous; it is read-only; or its
+    /// shape, offset or address is impossible.
     pub fn into_host<T: Element>(self) -> Result<HostTensor<T>, Failed<Tensor>> {
         let device = self.tensor.device;
         let found = match device.device_type {
@@ -217,10 +216,10 @@ impl Tensor {
         };
         match found {
             Ok((len, _)) => {
-                // Its own pointer, not the number: where it may point to stays known.
+                // Made from the tensor's own pointer, not from the address that `elements` gives, so it keeps that pointer's provenance.
                 let start = self.tensor.data.wrapping_byte_add(self.tensor.byte_offset as usize).cast();
-                // SAFETY: `len` aligned, initialised elements that are ours alone until the tensor is deleted, as whoever made it
-                // promised; `elements` has checked what can be checked.
+                // SAFETY: whoever made the tensor promised `len` aligned, initialised elements that are ours alone until its deleter
+                // is called. `elements` has checked what can be checked.
                 Ok(unsafe { OwnedSlice::new(start, len, self) })
             }
             Err(problem) => Err(Failed { buf: Some(self), error: Error::invalid(CALL, problem) }),
@@ -242,7 +241,7 @@ impl fmt::Debug for Tensor {
     }
 }
 
-/// What a tensor holds, for a person.
+/// The type of a tensor's elements, as error texts name it.
 struct TypeName<'a>(&'a Tensor);
 
 impl fmt::Display for TypeName<'_> {
@@ -274,7 +273,7 @@ impl fmt::Display for DeviceName {
     }
 }
 
-/// A tensor of DLPack in the host's memory, as a buffer; derefs to a slice of all its elements.
+/// A buffer made of a DLPack tensor in the host's memory; derefs to a slice of all its elements.
 pub type HostTensor<T> = OwnedSlice<T, Tensor>;
 
 impl SliceOwner for Tensor {
@@ -289,7 +288,7 @@ impl<T: Element> HostTensor<T> {
         self.into_owner()
     }
 
-    /// Its lengths. None: it is one element.
+    /// The length of each dimension. A tensor without dimensions is one element.
     pub fn shape(&self) -> &[i64] {
         self.owner().shape()
     }

@@ -1,4 +1,4 @@
-//! The engine's errors as exceptions of Python's, whose classes are in `allstream/errors.py`: each has the fields of the error.
+//! The engine's errors as Python exceptions. Their classes are in `allstream/errors.py`; an exception has the fields of its error.
 
 use allstream::{Error, Missing};
 use pyo3::intern;
@@ -72,8 +72,8 @@ fn by_rank<'py>(py: Python<'py>, missing: &[Missing]) -> PyResult<Bound<'py, PyD
     Ok(all)
 }
 
-/// Writes the fields of an error down by their names, and names its class: a row for each kind of error. What follows a field's name is what
-/// Python gets for it, where that is not the field as it is.
+/// Puts the fields of an error into a dictionary under their names, and evaluates to the name of the error's class. Each row is a kind of
+/// error; kinds without a row are of class `Error`. An expression behind a field's name is what Python gets in place of the field itself.
 macro_rules! classes {
     ($error:expr, $into:ident; $($class:ident { $($field:ident $(: $value:expr)?),* })*) => {
         match $error {

@@ -1,4 +1,5 @@
-//! Streams of CUDA devices: ours, in whose order arrays of other libraries are taken, and those of other libraries.
+//! Streams of CUDA devices: those that this module makes, in whose order a call takes the arrays of other libraries, and those that other
+//! libraries have made.
 
 use std::ffi::c_void;
 use std::sync::Arc;
@@ -15,14 +16,15 @@ use pyo3::prelude::*;
 use crate::errors;
 use crate::keeper;
 
-/// Streams that no call has now, by their devices.
+/// Streams that this module has made and that no call has now, each with the number of its device.
 static FREE: Mutex<Vec<(usize, DeviceStream)>> = Mutex::new(Vec::new());
 
-/// A stream of ours while the arrays of a call are in its order. No two calls in flight have the same one. Sharing one could deadlock: an operation
-/// would wait on the device for the end of another, and ranks may call the two, on two communicators, in different orders.
+/// A stream that this module has made, while the arrays of one call are in its order. No two calls in flight have the same stream. Sharing
+/// one could deadlock: one operation would wait on the device for the end of the other, and ranks may call the two, on two communicators, in
+/// different orders.
 pub(super) struct CallStream {
     ordinal: usize,
-    /// None while it is dropped.
+    /// `None` only while this is being dropped.
     stream: Option<DeviceStream>,
     /// Whether all work on the stream is over, so that the next call may have the stream. Else the stream is destroyed when this is dropped.
     is_over: AtomicBool,
@@ -47,7 +49,7 @@ impl CallStream {
         self.stream.as_ref().unwrap_or_else(|| unreachable!("a stream is there until it is dropped"))
     }
 
-    /// The call has succeeded and is over on the device.
+    /// Notes that the call has succeeded and is over on the device: another call may have the stream.
     pub(super) fn is_done_with(&self) {
         self.is_over.store(true, Ordering::Relaxed);
     }
@@ -73,7 +75,7 @@ impl CallStreams {
         self.0.is_empty()
     }
 
-    /// Waits, without the GIL, until all that was put on them is over: what is in their order is good for every stream from then on.
+    /// Waits, without the GIL, until all work that was put on these streams is over: from then on any stream may use the call's arrays.
     ///
     /// # Errors
     /// Work on a device has failed.
@@ -82,7 +84,7 @@ impl CallStreams {
         if self.is_empty() { Ok(()) } else { py.detach(all).map_err(|error| errors::of(py, &error)) }
     }
 
-    /// That of a device.
+    /// The call's stream on this device. Where the call has none there yet, it gets one.
     ///
     /// # Errors
     /// There is no such device, or no driver.
@@ -96,8 +98,8 @@ impl CallStreams {
     }
 }
 
-/// A tensor of another library's as the owner of memory on a device. The engine drops owners on a thread that tells of the ends of all work
-/// on devices, and the tensor's deleter may want the GIL, so the keeper deletes it.
+/// A tensor of another library's as the owner of memory on a device. The engine drops owners on the thread that tells of the ends of all work
+/// on devices. The tensor's deleter may wait for the GIL, so the thread of [`keeper`] deletes the tensor instead.
 pub(super) struct OwnerOfMemory(pub(super) Option<Box<DlTensor>>);
 
 impl Drop for OwnerOfMemory {
@@ -106,7 +108,8 @@ impl Drop for OwnerOfMemory {
     }
 }
 
-/// A Python object as the owner of a stream. The last handle may be dropped on any thread, so the keeper gives the object back.
+/// A Python object as the owner of a stream. The stream's last handle may be dropped on any thread, so the thread of [`keeper`] gives the
+/// object back.
 struct OwnerOfStream(Option<Py<PyAny>>);
 
 impl Drop for OwnerOfStream {
@@ -118,13 +121,14 @@ impl Drop for OwnerOfStream {
 /// A stream of torch's, cupy's or another library's.
 ///
 /// # Errors
-/// It is none, or does not say of which device it is; `call` has the name for messages.
+/// The object is no CUDA stream, does not say of which device it is, or is a default stream that differs from device to device or from
+/// thread to thread; or the device cannot be opened. `call` is the name of the Python call, for the error's text.
 pub(crate) fn stream_of_others(object: &Bound<'_, PyAny>, call: &str) -> PyResult<DeviceStream> {
     let py = object.py();
     let number = |name: &Bound<'_, pyo3::types::PyString>| -> PyResult<Option<i64>> {
         object.getattr_opt(name)?.map(|value| value.extract()).transpose()
     };
-    // torch's name, cupy's, and that of a protocol that newer libraries have.
+    // torch's attribute, cupy's, and the method of a protocol that newer libraries have.
     let mut raw = number(intern!(py, "cuda_stream"))?;
     if raw.is_none() {
         raw = number(intern!(py, "ptr"))?;
@@ -149,15 +153,15 @@ pub(crate) fn stream_of_others(object: &Bound<'_, PyAny>, call: &str) -> PyResul
             "the stream has neither device_index nor device_id, so its device is not known",
         ));
     };
-    // cupy's default stream has -1: it is that of whichever device is current.
+    // cupy's default stream has -1 here: it is the default stream of whichever device is current.
     let Ok(ordinal) = usize::try_from(ordinal) else {
         let problem = "the stream is the default one of whichever device is current: make a stream of its own, cupy.cuda.Stream()";
         return Err(errors::invalid(py, call, problem));
     };
     let device = Device::new(ordinal).map_err(|error| errors::of(py, &error))?;
     let owner = OwnerOfStream(Some(object.clone().unbind()));
-    // SAFETY: the object has said that this is its stream, of this device's primary context as all libraries for Python use it; it exists as
-    // long as the object, which the owner keeps.
+    // SAFETY: the object has said that this is its stream, of this device's primary context, which all libraries for Python use; the stream
+    // exists as long as the object, which the owner keeps.
     let stream = unsafe { DeviceStream::from_raw_of(&device, raw as usize as *mut c_void, owner) };
     stream.map_err(|error| match error {
         Error::Invalid { .. } => errors::invalid(

@@ -1,4 +1,4 @@
-"""How the ranks of a group of torch's meet: by an address and a secret in torch's store, under the group's own prefix."""
+"""How the ranks of a torch process group meet: rank 0 puts its address and a secret into the group's store, and the others read them."""
 
 import secrets
 import socket
@@ -11,7 +11,7 @@ _KEY = "allstream/meeting"
 
 
 def _near(store):
-    """The host and the port of the store, which all ranks reach; None for one that is a file."""
+    """The host and the port of the store's server, which all ranks reach; None if the store has no server (a file)."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     host, port = getattr(store, "host", None), getattr(store, "port", None)
@@ -19,20 +19,20 @@ def _near(store):
 
 
 def _refuses(address):
-    """Whether nobody listens at an address of a host that answers."""
+    """Whether the host of this address answers that nobody listens there."""
     host, port = address.rsplit(":", 1)
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
     except ConnectionRefusedError:
         return True
     except OSError:
-        pass  # Whatever is wrong, `connect` says it better.
+        pass  # Whatever is wrong, `allstream.connect` will say it better.
     return False
 
 
 def _read(store, end):
-    """Where rank 0 listens, and the secret. torchrun gives the ranks that it starts again the store of those that died: what a dead rank 0 has left there is
-    read again until the new one has written over it."""
+    """Reads from the store where rank 0 listens, and the secret. torchrun gives restarted ranks the store of those that died, so the
+    address may be that of a dead rank 0. While nobody listens there, this reads again, until a new rank 0 has replaced it, or until `end`."""
     while True:
         address, token = store.get(_KEY).decode().split(" ")
         if not _refuses(address) or time.monotonic() >= end:
@@ -41,7 +41,7 @@ def _read(store, end):
 
 
 def meet(store, rank, size, timeout):
-    """Joins the group's world. `timeout`, in seconds, is how long ranks wait for each other."""
+    """Connects this rank to its group, and returns the communicator. `timeout` is how long ranks wait for each other, in seconds."""
     if size == 1:
         return allstream.connect(rank=0, size=1)
     if rank != 0:
@@ -56,8 +56,8 @@ def meet(store, rank, size, timeout):
         try:
             return allstream.connect(address=at, rank=0, size=size, token=token, timeout=timeout, listener=listener.fileno())
         finally:
-            # All have read it, or nobody will meet there any more.
+            # Either all ranks have met, or no rank will: nobody needs the address any more.
             try:
                 store.delete_key(_KEY)
             except RuntimeError:
-                pass  # A store that cannot delete (a file).
+                pass  # The store does not delete keys (a file).
