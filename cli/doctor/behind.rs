@@ -69,20 +69,19 @@ impl Many {
 }
 
 pub(crate) fn queues(gpu: &'static Gpu) -> Result<Answer, Problem> {
-    let all = STREAMS + URGENT;
+    const ALL: usize = STREAMS + URGENT;
     step("making streams");
     let usual = (0..STREAMS).map(|_| gpu.stream());
     let streams: Vec<Stream> =
         usual.chain((0..URGENT).map(|_| gpu.urgent_stream())).collect::<Result<_, _>>()?;
-    let mut words = gpu.words(all + 1)?;
-    let gate = words.pop().ok_or_else(|| problem("words were asked for"))?;
-    let mut many = Many { streams, gate: Gate(gate), bells: words, round: 0 };
+    let ([gate], bells) = (gpu.words()?.map(Gate), gpu.words::<ALL>()?.to_vec());
+    let mut many = Many { streams, gate, bells, round: 0 };
     let is_urgent = |i: usize| i >= STREAMS;
     let start = Instant::now();
     let mut rows: Vec<(usize, Vec<bool>)> = Vec::new();
     // First block one stream of each queue: a stream that no earlier one has held up. So all queues are found even in little time.
     for urgent in [false, true] {
-        for i in (0..all).filter(|i| is_urgent(*i) == urgent) {
+        for i in (0..ALL).filter(|i| is_urgent(*i) == urgent) {
             let known = rows.iter().any(|(by, held)| is_urgent(*by) == urgent && held[i]);
             if !known && (rows.len() < LEAST || start.elapsed() < LOOK) {
                 rows.push((i, many.surely_held_up_by(i)?));
@@ -91,15 +90,15 @@ pub(crate) fn queues(gpu: &'static Gpu) -> Result<Answer, Problem> {
     }
     let queues = |urgent: bool| rows.iter().filter(|(by, _)| is_urgent(*by) == urgent).count();
     let (of_usual, of_urgent) = (queues(false), queues(true));
-    for i in 0..all {
+    for i in 0..ALL {
         let enough = rows.len() >= LEAST && start.elapsed() > LOOK;
         if !enough && !rows.iter().any(|(by, _)| *by == i) {
             rows.push((i, many.held_up_by(i, QUIET)?));
         }
     }
-    let crosses = rows.iter().any(|(by, held)| (0..all).any(|i| held[i] && is_urgent(i) != is_urgent(*by)));
+    let crosses = rows.iter().any(|(by, held)| (0..ALL).any(|i| held[i] && is_urgent(i) != is_urgent(*by)));
     let with =
-        |by: usize, held: &[bool]| (0..all).filter(|i| held[*i] && is_urgent(*i) == is_urgent(by)).count();
+        |by: usize, held: &[bool]| (0..ALL).filter(|i| held[*i] && is_urgent(*i) == is_urgent(by)).count();
     let usual_rows: Vec<usize> =
         rows.iter().filter(|(by, _)| !is_urgent(*by)).map(|(by, held)| with(*by, held)).collect();
     let mean = usual_rows.iter().sum::<usize>() as f64 / usual_rows.len().max(1) as f64;
@@ -122,7 +121,7 @@ pub(crate) fn queues(gpu: &'static Gpu) -> Result<Answer, Problem> {
 pub(crate) fn stream_beside(waiting: &Stream, gate: &Gate, round: u32) -> Result<Option<Stream>, Problem> {
     const TRIES: usize = 6;
     let gpu = waiting.gpu;
-    let bells = gpu.words(TRIES)?;
+    let bells = gpu.words::<TRIES>()?;
     let streams = bells.iter().map(|_| gpu.stream()).collect::<Result<Vec<_>, _>>()?;
     waiting.wait(gate.0, round)?;
     for (stream, bell) in streams.iter().zip(&bells) {
@@ -202,8 +201,7 @@ impl Filled {
 }
 
 pub(crate) fn depth(gpu: &'static Gpu) -> Result<Answer, Problem> {
-    let words = gpu.words(2)?;
-    let [gate, bell] = words[..] else { return Err(problem("two words were asked for")) };
+    let [gate, bell] = gpu.words()?;
     let (gate, kernel) = (Gate(gate), gpu.small_kernel()?);
     let stream: &'static Stream = Box::leak(Box::new(gpu.stream()?));
     step("looking for a stream that goes on meanwhile");

@@ -124,8 +124,7 @@ const CALLS: [(&str, Prepare); 15] = [
 ];
 
 pub(crate) fn behind_a_wait(gpu: &'static Gpu) -> Result<Answer, Problem> {
-    let word = gpu.words(1)?;
-    let gate = Gate(*word.first().ok_or_else(|| problem("a word was asked for"))?);
+    let [gate] = gpu.words()?.map(Gate);
     let blocked = gpu.stream()?;
     step("looking for a stream that goes on meanwhile");
     let beside = stream_beside(&blocked, &gate, 1)?;

@@ -148,7 +148,7 @@ fn beside_a_capture(
 
 pub(crate) fn capture(gpu: &'static Gpu) -> Result<Answer, Problem> {
     let (stream, event, kernel) = (gpu.stream()?, gpu.event()?, gpu.small_kernel()?);
-    let word = *gpu.words(1)?.first().ok_or_else(|| problem("a word was asked for"))?;
+    let [word] = gpu.words()?;
     stream.launch(&kernel)?;
     stream.record(&event)?;
     stream.synchronize()?;

@@ -117,32 +117,31 @@ impl Gpu {
         Ok(Event { gpu: self, raw })
     }
 
-    /// Words in pinned memory, all 0.
-    pub(crate) fn words(&self, count: usize) -> Result<Vec<Word>, CudaError> {
-        self.words_with(count, CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP)
+    /// `N` words in pinned memory, all 0.
+    pub(crate) fn words<const N: usize>(&self) -> Result<[Word; N], CudaError> {
+        self.words_with(CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP)
     }
 
     /// The same, allocated with these flags.
-    pub(crate) fn words_with(&self, count: usize, flags: c_uint) -> Result<Vec<Word>, CudaError> {
-        let bytes = (count * APART).next_multiple_of(4096);
+    pub(crate) fn words_with<const N: usize>(&self, flags: c_uint) -> Result<[Word; N], CudaError> {
+        let bytes = (N * APART).next_multiple_of(4096);
         // SAFETY: in a context; never freed.
         let base = unsafe { self.cuda.mem_host_alloc(bytes, flags) }?;
         // SAFETY: so many bytes were just given, and nobody uses them yet.
         unsafe { std::ptr::write_bytes(base.cast::<u8>(), 0, bytes) };
         // SAFETY: the memory was just allocated by the driver.
         let device = unsafe { self.cuda.mem_host_get_device_pointer(base, 0) }?;
-        // SAFETY: room for `count` words, aligned to a page, zeroed, and never freed.
-        Ok(unsafe { words(base, device, count) })
+        // SAFETY: room for `N` words, aligned to a page, zeroed, and never freed.
+        Ok(unsafe { words(base, device) })
     }
 
     /// Words in memory that is registered with these flags: fresh memory of this process's, or `file`, which other processes map, too.
-    pub(crate) fn registered_words(
+    pub(crate) fn registered_words<const N: usize>(
         &self,
-        count: usize,
         flags: c_uint,
         file: Option<BorrowedFd<'_>>,
-    ) -> Result<Vec<Word>, Problem> {
-        let bytes = (count * APART).next_multiple_of(4096);
+    ) -> Result<[Word; N], Problem> {
+        let bytes = (N * APART).next_multiple_of(4096);
         let rights = ProtFlags::READ | ProtFlags::WRITE;
         let null = std::ptr::null_mut();
         let base = match file {
@@ -155,14 +154,14 @@ impl Gpu {
         unsafe { self.cuda.mem_host_register(base, bytes, flags) }?;
         // SAFETY: the memory was just registered.
         let device = unsafe { self.cuda.mem_host_get_device_pointer(base, 0) }?;
-        // SAFETY: room for `count` words, aligned to a page, never unmapped; whoever maps the file, too, uses it as such words.
-        Ok(unsafe { words(base, device, count) })
+        // SAFETY: room for `N` words, aligned to a page, never unmapped; whoever maps the file, too, uses it as such words.
+        Ok(unsafe { words(base, device) })
     }
 
     /// The same in a file, as the engine registers memory that processes share.
-    pub(crate) fn shared_words(&self, count: usize, file: BorrowedFd<'_>) -> Result<Vec<Word>, Problem> {
+    pub(crate) fn shared_words<const N: usize>(&self, file: BorrowedFd<'_>) -> Result<[Word; N], Problem> {
         let flags = CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP;
-        self.registered_words(count, flags, Some(file))
+        self.registered_words(flags, Some(file))
     }
 
     pub(crate) fn memory(&'static self, bytes: usize) -> Result<Memory, CudaError> {
@@ -221,14 +220,14 @@ impl Gpu {
 }
 
 /// # Safety
-/// At `base` is room for `count` words, `APART` bytes from each other, for ever; everybody uses it as atomic words only.
-unsafe fn words(base: *mut c_void, device: CuDevicePtr, count: usize) -> Vec<Word> {
+/// At `base` is room for `N` words, `APART` bytes from each other, for ever; everybody uses it as atomic words only.
+unsafe fn words<const N: usize>(base: *mut c_void, device: CuDevicePtr) -> [Word; N] {
     let word = |i: usize| {
         // SAFETY: within the room that the caller promises, aligned, for ever.
         let host = unsafe { AtomicU32::from_ptr(base.byte_add(i * APART).cast()) };
         Word { host, device: device + (i * APART) as u64 }
     };
-    (0..count).map(word).collect()
+    std::array::from_fn(word)
 }
 
 /// A word of the host's memory that streams wait for and write. It stays until the process ends.

@@ -19,14 +19,14 @@ const MOST_ROUNDS: u32 = 40;
 const LIMIT: Duration = Duration::from_millis(1500);
 
 pub(crate) fn hop(gpu: &'static Gpu, mut second: Second) -> Result<Answer, Problem> {
-    let shared = match Shared::new(gpu, &mut second, WORDS)? {
+    let shared = match Shared::<WORDS>::new(gpu, &mut second)? {
         Ok(shared) => shared,
         Err(text) => return Ok(Answer::no(text)),
     };
-    let [here, there, over] = shared.words[..] else { return Err(problem("three words were asked for")) };
+    let [here, there, over] = shared.words;
     // However the probe ends, no stream of either process is left waiting.
     let _open = [Gate(here), Gate(there), Gate(over)];
-    let gate = Gate(*gpu.words(1)?.first().ok_or_else(|| problem("a word was asked for"))?);
+    let [gate] = gpu.words()?.map(Gate);
     let stream = gpu.stream()?;
     here.set(1);
     let (start, mut times, mut hops) = (Instant::now(), Vec::new(), 0);
@@ -67,8 +67,7 @@ pub(crate) fn hop(gpu: &'static Gpu, mut second: Second) -> Result<Answer, Probl
 }
 
 pub(crate) fn second(gpu: &'static Gpu) -> Result<(), Problem> {
-    let words = Shared::given(gpu, WORDS)?;
-    let [here, there, over] = words[..] else { return Err(problem("three words were asked for")) };
+    let [here, there, over] = Shared::<WORDS>::given(gpu)?;
     let stream = gpu.stream()?;
     let mut trip = 0;
     while over.get() == 0 && trip < MOST_ROUNDS * TRIPS {

@@ -156,7 +156,7 @@ const PROBES: [Probe; 16] = [
     Probe { name: "copies", question: "how fast does the device copy?", asks: Alone(costs::copies) },
     Probe {
         name: mps::NAME,
-        question: "how long is such a hop under MPS?",
+        question: "how long is a hop between streams of two processes under MPS?",
         asks: Two(hop::hop, hop::second),
     },
 ];

@@ -1,4 +1,4 @@
-//! Probes of two processes that share memory: of the device's, and of the host's.
+//! Probes in which two processes share memory: the device's in [`ipc`], the host's in [`registration`].
 
 use std::fs::{File, OpenOptions};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -12,11 +12,12 @@ use super::process::{Second, given};
 
 const BYTES: usize = 2 << 20;
 const PATTERN: u8 = 0xa5;
-/// What second processes say when they have done their part, and when their words are there.
+/// The step that the second process of `ipc` says when it has filled the memory.
 const WRITTEN: &str = "the pattern is written";
+/// The step that a second process says when it has registered the shared words.
 const REGISTERED: &str = "its words are registered";
 
-/// Another process opens memory of this one's, and fills it.
+/// The second process opens device memory of this one and fills it, and this process reads what the memory then holds.
 pub(crate) fn ipc(gpu: &'static Gpu, mut second: Second) -> Result<Answer, Problem> {
     let (memory, stream, back) = (gpu.memory(BYTES)?, gpu.stream()?, gpu.pinned(BYTES)?);
     stream.fill(&memory, 0, BYTES)?;
@@ -32,10 +33,10 @@ pub(crate) fn ipc(gpu: &'static Gpu, mut second: Second) -> Result<Answer, Probl
         return Ok(Answer::no(format!("in the other process: {failed}")));
     }
     step("reading what the other process wrote");
-    // SAFETY: both are as long, and stay until the process ends.
+    // SAFETY: both have `BYTES` bytes, and nothing frees them before the process ends.
     unsafe { gpu.cuda.memcpy_dtoh_async(back.0, memory.at, BYTES, stream.raw()) }?;
     stream.synchronize()?;
-    // SAFETY: so many bytes, which the copy has just written, and which nobody writes any more.
+    // SAFETY: `back` has `BYTES` bytes. The copy has just written all of them, and nobody writes them any more.
     let bytes = unsafe { std::slice::from_raw_parts(back.0.cast::<u8>(), BYTES) };
     let wrong = bytes.iter().filter(|byte| **byte != PATTERN).count();
     second.end();
@@ -53,36 +54,32 @@ pub(crate) fn ipc_second(gpu: &'static Gpu) -> Result<(), Problem> {
         *byte = u8::from_str_radix(text, 16)?;
     }
     step("cuIpcOpenMemHandle");
-    // SAFETY: a handle that the other process was given for memory that it keeps.
+    // SAFETY: the driver gave the first process this handle, for memory that the first process does not free.
     let at = unsafe { gpu.cuda.ipc_open_mem_handle(handle, CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS) }?;
     let stream = gpu.stream()?;
     step("writing to the other process's memory");
-    // SAFETY: memory of the other process, so long, until that ends.
+    // SAFETY: the other process's memory has `BYTES` bytes, and stays until that process ends.
     unsafe { gpu.cuda.memset_d8_async(at, PATTERN, BYTES, stream.raw()) }?;
     stream.synchronize()?;
     step(WRITTEN);
-    // What it maps goes with the process; the first one is done by then.
+    // The memory stays mapped until this process ends. It ends when the first process, which is done by then, closes its input.
     given().map(drop)
 }
 
-/// Memory of the host's that another process maps, too.
-pub(crate) struct Shared {
-    pub(crate) words: Vec<Word>,
+/// Words in host memory that a second process maps, too. Both processes have registered the memory with the driver.
+pub(crate) struct Shared<const N: usize> {
+    pub(crate) words: [Word; N],
     _file: OwnedFd,
 }
 
-impl Shared {
-    /// Words that the second process has, too; within: what could not be registered where.
-    pub(crate) fn new(
-        gpu: &'static Gpu,
-        second: &mut Second,
-        count: usize,
-    ) -> Result<Result<Shared, String>, Problem> {
+impl<const N: usize> Shared<N> {
+    /// Registers the words here, and has the second process do the same. The inner error says which of them could not, and why.
+    pub(crate) fn new(gpu: &'static Gpu, second: &mut Second) -> Result<Result<Self, String>, Problem> {
         step("registering memory that two processes map");
-        // Nobody opens it by this number but through this process's folder in /proc, as long as it lives.
+        // The file has no name. The second process opens it through this process's directory in /proc, which is there as long as this process.
         let file = memfd_create("allstream-doctor", MemfdFlags::CLOEXEC)?;
         ftruncate(&file, 1 << 16)?;
-        let words = match gpu.shared_words(count, file.as_fd()) {
+        let words = match gpu.shared_words(file.as_fd()) {
             Ok(words) => words,
             Err(Problem(text)) => return Ok(Err(text)),
         };
@@ -94,14 +91,14 @@ impl Shared {
     }
 
     /// The same words, in the second process.
-    pub(crate) fn given(gpu: &'static Gpu, count: usize) -> Result<Vec<Word>, Problem> {
+    pub(crate) fn given(gpu: &'static Gpu) -> Result<[Word; N], Problem> {
         let path = given()?;
         let file: File = OpenOptions::new()
             .read(true)
             .write(true)
             .open(&path)
             .map_err(|error| problem(format!("cannot open {path}: {error}")))?;
-        let words = gpu.shared_words(count, file.as_fd())?;
+        let words = gpu.shared_words(file.as_fd())?;
         step(REGISTERED);
         Ok(words)
     }
@@ -111,13 +108,11 @@ impl Shared {
 const WORDS: usize = 4;
 
 pub(crate) fn registration(gpu: &'static Gpu, mut second: Second) -> Result<Answer, Problem> {
-    let shared = match Shared::new(gpu, &mut second, WORDS)? {
+    let shared = match Shared::<WORDS>::new(gpu, &mut second)? {
         Ok(shared) => shared,
         Err(text) => return Ok(Answer::no(text)),
     };
-    let [to_host, from_host, to_stream, from_stream] = shared.words[..] else {
-        return Err(problem("four words were asked for"));
-    };
+    let [to_host, from_host, to_stream, from_stream] = shared.words;
     let stream = gpu.stream()?;
     step("the other process's host waits for a word of this process's stream");
     stream.write(to_host, 1)?;
@@ -125,7 +120,7 @@ pub(crate) fn registration(gpu: &'static Gpu, mut second: Second) -> Result<Answ
     step("the other process's stream waits for a word of this process's stream");
     stream.write(to_stream, 1)?;
     let other = from_stream.reach(1, "the other stream's answer");
-    // Whatever came, nobody is left waiting.
+    // Whether the answers came or not: no stream waits for these words any longer.
     shared.words.iter().for_each(|word| word.set(Word::OPEN));
     second.end();
     let said = |answer: &Result<(), Problem>| match answer {
@@ -141,10 +136,7 @@ pub(crate) fn registration(gpu: &'static Gpu, mut second: Second) -> Result<Answ
 }
 
 pub(crate) fn registration_second(gpu: &'static Gpu) -> Result<(), Problem> {
-    let words = Shared::given(gpu, WORDS)?;
-    let [to_host, from_host, to_stream, from_stream] = words[..] else {
-        return Err(problem("four words were asked for"));
-    };
+    let [to_host, from_host, to_stream, from_stream] = Shared::<WORDS>::given(gpu)?;
     let stream = gpu.stream()?;
     stream.wait(to_stream, 1)?;
     stream.write(from_stream, 1)?;

@@ -42,9 +42,8 @@ pub(crate) fn without_a_context(gpu: &'static Gpu) -> Result<Answer, Problem> {
 /// Whether streams can use words in memory that was pinned or registered with the flag PORTABLE alone.
 pub(crate) fn without_device_map(gpu: &'static Gpu) -> Result<Answer, Problem> {
     let stream = gpu.stream()?;
-    let works = |words: Result<Vec<Word>, Problem>| -> Result<(), Problem> {
-        let words = words?;
-        let [gate, bell] = words[..] else { return Err(problem("two words were asked for")) };
+    let works = |words: Result<[Word; 2], Problem>| -> Result<(), Problem> {
+        let [gate, bell] = words?;
         let gate = Gate(gate);
         step("a stream waits for a word there, and writes one");
         stream.wait(gate.0, 1)?;
@@ -57,9 +56,9 @@ pub(crate) fn without_device_map(gpu: &'static Gpu) -> Result<Answer, Problem> {
         bell.reach(1, "a word that a stream writes")
     };
     step("memory of cuMemHostAlloc with PORTABLE alone");
-    let allocated = works(gpu.words_with(2, CU_MEMHOSTALLOC_PORTABLE).map_err(Problem::from));
+    let allocated = works(gpu.words_with(CU_MEMHOSTALLOC_PORTABLE).map_err(Problem::from));
     step("memory of cuMemHostRegister with PORTABLE alone");
-    let registered = works(gpu.registered_words(2, CU_MEMHOSTREGISTER_PORTABLE, None));
+    let registered = works(gpu.registered_words(CU_MEMHOSTREGISTER_PORTABLE, None));
     let said = |answer: &Result<(), Problem>| match answer {
         Ok(()) => "works".to_owned(),
         Err(Problem(text)) => text.clone(),
@@ -71,8 +70,7 @@ pub(crate) fn without_device_map(gpu: &'static Gpu) -> Result<Answer, Problem> {
 /// The time from the host's store that releases a stream until the host sees the word that the stream writes next.
 pub(crate) fn release(gpu: &'static Gpu) -> Result<Answer, Problem> {
     const ROUNDS: u32 = 200;
-    let words = gpu.words(2)?;
-    let [gate, bell] = words[..] else { return Err(problem("two words were asked for")) };
+    let [gate, bell] = gpu.words()?;
     let (stream, gate) = (gpu.stream()?, Gate(gate));
     let end = Instant::now() + Duration::from_millis(1500);
     let mut times = Vec::new();
@@ -147,8 +145,7 @@ fn seen(thread: thread::JoinHandle<Option<Instant>>) -> Result<Instant, Problem>
 
 pub(crate) fn noticing(gpu: &'static Gpu) -> Result<Answer, Problem> {
     const ROUNDS: usize = 50;
-    let words = gpu.words(2)?;
-    let [gate, bell] = words[..] else { return Err(problem("two words were asked for")) };
+    let [gate, bell] = gpu.words()?;
     let kernel = gpu.small_kernel()?;
     let mut ending = Ending { stream: gpu.stream()?, gate: Gate(gate), bell, round: 0 };
     let event = gpu.event()?;

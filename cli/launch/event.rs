@@ -4,7 +4,7 @@
 pub(super) enum Event {
     /// A member has ended, or it can no longer be waited for. It is a zombie until `reap`.
     Ended(usize),
-    /// An agent has started its ranks. From rank 0's, the port where the world meets.
+    /// An agent is there, and is about to start its ranks. The agent of rank 0 says the port where the world meets.
     Greeted { member: usize, port: u16 },
     /// A signal to this process, or the launcher's to this agent.
     Signal(i32),

@@ -26,7 +26,7 @@ struct Letter {
 }
 
 impl Letter {
-    /// One half of a message of this rank to itself: the other has the same number.
+    /// Marks this as one half of a message of this rank to itself. The other half gets the same number.
     fn half_of(mut self, number: u64) -> Self {
         self.message.half = Some(number);
         self
@@ -43,7 +43,7 @@ type Prepared = Result<Letter, (Error, ErasedBufs)>;
 
 /// Makes one message of the two halves that this rank sends to itself: both are carried out, or neither is.
 fn pair(send: Prepared, recv: Prepared) -> (Prepared, Prepared) {
-    // A number of their own, so that no other call's half is taken for one of these.
+    // Each pair gets a number that no other pair has, so a half is never matched with another call's half.
     static NUMBERS: AtomicU64 = AtomicU64::new(0);
     let (send, recv) = match (send, recv) {
         (Ok(send), Ok(recv)) => (send, recv),
@@ -66,7 +66,7 @@ fn pair(send: Prepared, recv: Prepared) -> (Prepared, Prepared) {
     (Ok(send.half_of(number)), Ok(recv.half_of(number)))
 }
 
-/// A buffer as a message has it.
+/// A message's buffer without its type, and where its elements lie.
 struct Content {
     raw: RawBuf,
     held: ErasedBufs,
@@ -79,7 +79,8 @@ impl Content {
 }
 
 impl Call<'_> {
-    /// Looks at a message, and starts the copies of its memory where that is on a device.
+    /// Checks a message. A buffer on a device is also staged: its copies to or from the host begin. Or, if a library moves the message from
+    /// device to device, the message waits for what the buffer's stream holds now.
     fn letter(&self, envelope: Envelope, content: Content) -> Prepared {
         let (n, Envelope { direction, peer, tag }) = (self.size(), envelope);
         let Content { raw, mut held } = content;
@@ -153,7 +154,7 @@ impl Call<'_> {
         peer == self.rank()
     }
 
-    /// Why half of a message of this rank to itself is refused, whose other half is not in the same call.
+    /// The error for a send to this rank itself, or a receive from it, whose other half is not in the same call.
     fn alone(&self, direction: Direction) -> Error {
         let (members, other) = (self.side.0.config.named(), direction.other().name());
         let rank = members.rank(self.rank());
@@ -173,7 +174,7 @@ impl Call<'_> {
         self.post(self.letter(envelope, content))
     }
 
-    /// A send and a receive, of which both are refused if one is.
+    /// Submits a send and a receive. If this rank is the peer of either, both are refused if one is; else each is refused by itself.
     fn exchange(&self, send: Content, to: Rank, recv: Content, from: Rank) -> (Submitted, Submitted) {
         let tag = self.tag;
         let refusal = match (self.is_self(to), self.is_self(from)) {
@@ -190,12 +191,13 @@ impl Call<'_> {
                 if self.is_self(to) { pair(send, recv) } else { (send, recv) }
             }
         };
-        // The receive first: what the peer sends at the same moment finds it posted.
+        // The receive is posted first, so that what the peer sends at the same moment finds it.
         let recv = self.post(recv);
         (self.post(send), recv)
     }
 
-    /// Several messages, in order: what has no other half, or no room, is refused.
+    /// Submits several messages, in order. One of this rank to itself without its other half is refused. If there are such messages with both
+    /// halves, all messages of the call are refused where the queue has no room for all.
     fn several(&self, messages: Vec<(Envelope, Content)>) -> Vec<Submitted> {
         let pairs = self.pairs(&messages);
         let full = if pairs.is_empty() { None } else { no_room(self.side.0, "send_recv", messages.len()) };
@@ -218,7 +220,8 @@ impl Call<'_> {
         letters.into_iter().flatten().map(|letter| self.post(letter)).collect()
     }
 
-    /// Which of these are the two halves of one message of this rank to itself: of each tag, in the order given.
+    /// The indices of each send of this rank to itself and of the receive that belongs to it: of each tag the first send with the first
+    /// receive, and so on.
     fn pairs(&self, messages: &[(Envelope, Content)]) -> Vec<(usize, usize)> {
         let own = |wanted: Direction| {
             let envelopes = messages.iter().map(|(envelope, _)| envelope).enumerate();
@@ -250,7 +253,7 @@ impl<S, R> SendRecv<S, R> {
     /// Blocks until both are finished.
     ///
     /// # Errors
-    /// The first failure, with the buffers that may be had.
+    /// The failure of the receive, or that of the send if the receive succeeded; with those buffers that can be given back.
     pub fn wait(self) -> Both<S, R> {
         let Some((send, recv)) = self.0 else { return Err(Failed { buf: None, error: taken() }) };
         let recv = recv.outcome();
@@ -278,29 +281,29 @@ calls! {
     /// Sends `buf` to a rank, which receives with the same length, type and tag. Messages of one (sender,
     /// receiver, tag) are matched in order; different tags are independent.
     ///
-    /// Up to 4 KB (while the receiver has not 32 such waiting) it finishes without its `recv`; a larger one
-    /// finishes when it was received. So two ranks that both *await* a large `send` before they `recv` wait
-    /// for each other until the deadline, whose error says so: submit both, or use [`batch`](Self::batch). To this rank
-    /// itself a send alone is refused, and so is a receive: [`send_recv`](Self::send_recv) and
-    /// [`batch`](Self::batch) have both halves.
+    /// A send of up to 4 KB usually finishes before the receiver has called `recv`, unless 32 such messages of this rank wait
+    /// there already. A larger one moves only once the receiver has called `recv`. So two ranks that both *await* a large `send`
+    /// before they call `recv` wait for each other until the deadline, whose error says so: submit the send and the receive
+    /// before awaiting either, or use [`batch`](Self::batch). A send to this rank itself is refused, as is a receive from it:
+    /// for that call [`send_recv`](Self::send_recv) or [`batch`](Self::batch), which have both halves.
     fn send [B: Buf] (buf: B, to: Rank) -> Work<B>
         = |call| Work::new(call.message(Direction::Send, to, Content::of(buf)), one::<B>);
 
-    /// Receives into `buf` what a rank sends.
+    /// Receives into `buf` what a rank sends with the same length, type and tag.
     fn recv [B: Buf] (buf: B, from: Rank) -> Work<B>
         = |call| Work::new(call.message(Direction::Recv, from, Content::of(buf)), one::<B>);
 
-    /// Sends to one rank and receives from another (or the same) at once, with one tag: what all ranks may call together
-    /// without waiting for each other. From this rank to itself (`to` and `from` are both this rank, as in a ring of one)
-    /// it is a copy, for which both have one length and type.
+    /// Sends to one rank and receives from another (or the same) at the same time, both with the same tag. All ranks may call it
+    /// together, as the two do not wait for each other. If `to` and `from` are both this rank, as in a ring of one, it is a
+    /// copy, and both buffers must have the same length and type.
     fn send_recv [S: Buf, R: Buf] (send: S, to: Rank, recv: R, from: Rank) -> SendRecv<S, R> = |call| {
         let (send, recv) = call.exchange(Content::of(send), to, Content::of(recv), from);
         let (send, recv) = (Work::new(send, one::<S>), Work::new(recv, one::<R>));
         SendRecv(Some((Part::Running(send), Part::Running(recv))))
     };
 
-    /// Several messages in flight together. Those of this rank to itself are copied: each send needs its receive of
-    /// the same tag, length and type in the same batch.
+    /// Submits several messages, which are in flight together. A message of this rank to itself is copied: its send and its
+    /// receive must be in the same batch, with the same tag, length and type.
     fn batch [B: Buf] (messages: impl IntoIterator<Item = Message<B>>) -> Batch<B> = |call| {
         let content = |message: Message<B>| {
             let (envelope, buf) = message.parts();

@@ -1,4 +1,4 @@
-//! Groups by name, and what this build and machine can carry collectives over.
+//! [`Groups`], a registry of communicators by name, and [`backends`], what this build and this machine can carry collectives over.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -11,10 +11,10 @@ use crate::error::Error;
 use crate::link::{kinds, verbs};
 use crate::types::{LinkClass, Rank};
 
-/// Communicators of this process by name: whether one is there, this rank in it, its size.
+/// A registry of this process's communicators by name. It tells whether a name has one, and this process's rank and the size of it.
 ///
-/// A registry is the process's own affair: names are not compared between ranks. A process that is no member of a group
-/// inserts none under its name, and its queries say so. It can be owned, or stand for the whole process:
+/// Each process has its own registry, and names are not compared between ranks. A process that is no member of a group
+/// inserts nothing under the group's name, so its queries find nothing. A registry can be a value, or a `static` of the process:
 ///
 /// ```
 /// static GROUPS: allstream::Groups = allstream::Groups::new();
@@ -46,7 +46,7 @@ impl Groups {
         Groups(Mutex::new(BTreeMap::new()))
     }
 
-    /// Puts a communicator under a name; returns the handle that the registry holds.
+    /// Puts a communicator under a name; returns another handle of the communicator.
     ///
     /// # Errors
     /// [`Error::Invalid`] where the name is taken; the registry stays as it is.
@@ -87,7 +87,7 @@ impl Groups {
         self.0.lock().keys().cloned().collect()
     }
 
-    /// Takes a communicator out. It ends when its last handle is dropped.
+    /// Takes a communicator out of the registry. The communicator ends when its last handle is dropped.
     pub fn remove(&self, name: &str) -> Option<SharedComm> {
         self.0.lock().remove(name)
     }
@@ -97,11 +97,11 @@ impl Groups {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Backend {
-    /// Links of a class, on the CPU.
+    /// Links of a class other than RDMA, with memory of the host.
     Link(LinkClass),
-    /// Memory on GPUs.
+    /// GPU memory, by the CUDA driver.
     Cuda,
-    /// GPUs, with NVIDIA's library: [`Comm::bind_nccl`](super::Comm::bind_nccl).
+    /// GPU memory, by NVIDIA's library NCCL: [`Comm::bind_nccl`](super::Comm::bind_nccl).
     Nccl,
     /// Links of the class [`LinkClass::RDMA`]: the network card reads and writes memory by itself.
     Rdma,
@@ -122,13 +122,13 @@ impl fmt::Display for Backend {
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct BackendStatus {
-    /// Which.
+    /// The backend.
     pub backend: Backend,
     /// `Ok`, or what is missing.
     pub available: Result<(), Error>,
 }
 
-/// The backends, and which of them this build and this machine have. Links are tried.
+/// All backends, and whether this build and this machine have each. What links need, as shared memory or a port to listen on, is tried.
 pub fn backends() -> Vec<BackendStatus> {
     let others = [
         (Backend::Cuda, crate::device::driver().map(drop)),

@@ -10,18 +10,18 @@ use crate::error::{Error, Lost};
 use crate::forked;
 use crate::types::Rank;
 
-/// How often it is looked whether what was in flight has failed.
+/// How often `shrink` looks whether all operations that were in flight have ended.
 const LOOK: Duration = Duration::from_micros(200);
 
 impl Comm {
-    /// Goes on without the ranks that are lost: a communicator of the survivors, in their old order and renumbered from 0, and
-    /// who they are. As `MPIX_Comm_revoke` and `MPIX_Comm_shrink` of ULFM in one.
+    /// Goes on without the ranks that are lost. Gives a communicator of the survivors, in their old order and renumbered from 0, and a
+    /// [`Verdict`] that says who survived and who is lost. As `MPIX_Comm_revoke` and `MPIX_Comm_shrink` of ULFM in one.
     ///
-    /// Every survivor calls it, once, when a call has failed; those that have noticed nothing yet learn of it by their next call, which
-    /// fails, since the first rank that shrinks ends this communicator. What was in flight here has failed, and its buffers are back,
-    /// before this returns. The new communicator is of the same world: no address, no token and no launcher is needed, it makes no
-    /// difference which ranks died (rank 0 or a whole host, too), and other groups of survivors stay as they are. Where nobody was lost,
-    /// after a timeout or an [`abort`](Self::abort), all ranks go on.
+    /// Every survivor calls it once, when a call has failed. The first rank that shrinks ends this communicator on all ranks, so a rank that
+    /// has noticed nothing yet finds its next call failing, and shrinks then. Before this returns, all operations in flight here have failed
+    /// and given up their buffers, unless the deadline comes first. The new communicator is of the same world: it needs no address, no token
+    /// and no launcher. It makes no difference which ranks died (rank 0 or a whole host, too), and other groups of survivors stay as they
+    /// are. If nobody was lost, as after a timeout or an [`abort`](Self::abort), all ranks go on.
     ///
     /// ```no_run
     /// # use allstream::{Comm, Error};
@@ -40,7 +40,7 @@ impl Comm {
     ///             let (smaller, verdict) = comm.shrink().await?;
     ///             eprintln!("{} ranks go on without {:?}", smaller.size(), verdict.lost);
     ///             comm = smaller;
-    ///             // Some may have taken this step and others not: all go on from the state of the first, its step included.
+    ///             // Some ranks may have taken this step and others not: all go on from the weights and the step of rank 0.
     ///             let state = ([weights.clone()], [vec![step]]);
     ///             let ([new], [at]) = comm.broadcast_list(state, 0).await?;
     ///             (weights, step) = (new, at[0]);
@@ -50,25 +50,25 @@ impl Comm {
     /// # Ok(()) }
     /// ```
     ///
-    /// Ranks that die while it runs make no difference to the others' return: a rank counted among the survivors that dies later, however
-    /// little, is lost in the new communicator, whose next call fails and names it, and which may be shrunk in its turn. All survivors
-    /// return the same [`Verdict`], whose ranks are those of this communicator. Its setting of
-    /// [`set_deterministic`](Self::set_deterministic) goes on; devices are bound anew. Other handles of this communicator
-    /// ([`share`](Self::share)) stay dead. A struct that holds its communicator holds an `Option<Comm>`, from which it takes it.
+    /// The call returns on the survivors even if ranks die while it runs. A rank that dies after the verdict has counted it as a survivor is
+    /// lost in the new communicator: the next call there fails and names it, and that communicator can be shrunk in its turn. All survivors
+    /// get the same verdict, in ranks of this communicator. The new communicator takes over what
+    /// [`set_deterministic`](Self::set_deterministic) has set here; devices have to be bound to it anew. Other handles of this communicator
+    /// ([`share`](Self::share)) stay dead. As this takes `self`, a struct can hold an `Option<Comm>` and take the communicator out of that.
     ///
-    /// Under a launcher that ends all processes when one has failed, nobody is left to shrink: start them with
+    /// A launcher that ends all processes when one has failed leaves nobody to shrink: start the processes with
     /// `allstream run --on-failure keep`.
     ///
     /// # Errors
-    /// [`Error::NoVerdict`] at the communicator's deadline, naming the ranks that live and have not called it: they are waited for, since
-    /// they may. [`Error::PeerLost`] with this rank's own number where the others have declared it lost. [`Error::System`] when this
-    /// rank has no memory for another communicator: the others hear of it.
+    /// [`Error::NoVerdict`] at the communicator's deadline: it names the ranks that live and have not called `shrink`, for which the others
+    /// wait until then. [`Error::PeerLost`] with this rank's own number where the others have declared it lost. [`Error::System`] when this
+    /// rank has no memory for another communicator: the others hear that it does not come.
     pub async fn shrink(self) -> Result<(Comm, Verdict), Error> {
         let timeout = self.0.endpoint.config.timeout;
         self.shrink_within(timeout).await
     }
 
-    /// [`shrink`](Self::shrink) with a deadline of its own.
+    /// [`shrink`](Self::shrink) with this timeout in place of the communicator's.
     ///
     /// # Errors
     /// As of `shrink`.
@@ -77,7 +77,7 @@ impl Comm {
         let (endpoint, world) = (self.0.endpoint.clone(), self.0.membership.world.clone());
         let by = self.rank();
         endpoint.fail(Error::aborted(by, "it goes on without those that are lost (shrink)"));
-        // Dropped on any way out before the end, it tells the others not to wait.
+        // If this ends early, the drop of `meeting` tells the others that this rank does not come, so that they do not wait for it.
         let meeting = Meeting::new(&world, &endpoint);
         let id = meeting.id;
         let end = world.runtime.now() + timeout;
@@ -105,7 +105,7 @@ impl Comm {
     }
 }
 
-/// `world~2` after `world~1`, which came after `world`.
+/// The name of the communicator that follows: `world~1` follows `world`, and `world~2` follows `world~1`.
 fn next_name(name: &str) -> String {
     let numbered = name.rsplit_once('~').and_then(|(stem, number)| Some((stem, number.parse::<u64>().ok()?)));
     let (stem, number) = numbered.unwrap_or((name, 0));

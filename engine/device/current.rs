@@ -1,8 +1,8 @@
-//! Which context is a thread's current one.
+//! Which CUDA context is a thread's current one.
 //!
-//! Each call of the driver that needs a context enters it and leaves it again, as the thread may be anybody's. A thread that is about to make
-//! many calls [keeps](keep) the first context that one of them enters until all are made: then each of those calls enters no more than
-//! it has to.
+//! Whoever calls the driver on a context enters the context before (pushes it) and leaves it after (pops it): the thread may be a user's, who
+//! expects to find the user's own context. A thread that is about to make many calls makes them within [`keep`]: the first context that a
+//! call enters then stays entered until all calls are made, and other calls on the same context need not enter it.
 
 use std::cell::Cell;
 use std::marker::PhantomData;
@@ -13,11 +13,11 @@ use allstream_sys::cuda::{CuContext, Cuda, CudaError};
 /// What this thread has entered.
 #[derive(Clone, Copy)]
 struct Here {
-    /// How many times this thread is within [`keep`].
+    /// How many calls of [`keep`] this thread is within, one inside another.
     keeps: u32,
-    /// What is kept.
+    /// The context that stays entered until the outermost [`keep`] ends, once one has been entered.
     kept: Option<Retained>,
-    /// How many contexts are entered on top of that.
+    /// How many other entries are not left yet: above `kept`, if there is one.
     above: u32,
 }
 
@@ -38,7 +38,7 @@ fn leave(of: Retained) {
     }
 }
 
-/// A context that is retained, with what calls its driver.
+/// A primary context that somebody has retained, and the driver's functions to enter and leave it with.
 #[derive(Clone, Copy)]
 pub(super) struct Retained {
     pub(super) context: CuContext,
@@ -47,18 +47,18 @@ pub(super) struct Retained {
     pub(super) ordinal: usize,
 }
 
-/// A context is this thread's current one as long as this is there.
+/// Proof that a context was entered on this thread and is not left before this is dropped.
 pub(super) struct Held {
     of: Retained,
-    /// It is left with this; else it is what is kept.
+    /// Whether the drop of this leaves the context. If not, [`keep`] does.
     leaves: bool,
-    /// The thread's.
+    /// Keeps this on its thread: it is not `Send`.
     _here: PhantomData<*const ()>,
 }
 
 impl Held {
     /// # Safety
-    /// The context stays retained until this is dropped; and until [`forget`] is called for it, if it may be kept.
+    /// The context stays retained until this is dropped, and within [`keep`] also until [`forget`] is called for the context.
     pub(super) unsafe fn new(of: Retained) -> Result<Held, CudaError> {
         let here = HERE.get();
         let is_kept = here.kept.is_some_and(|kept| kept.context == of.context);
@@ -75,7 +75,7 @@ impl Held {
         Ok(Held { of, leaves: false, _here: PhantomData })
     }
 
-    /// Enters the context although it may be what is kept, and leaves it again.
+    /// Enters the context even if it is the kept one. The drop leaves it.
     ///
     /// # Safety
     /// The context stays retained until this is dropped.
@@ -96,7 +96,7 @@ impl Drop for Held {
     }
 }
 
-/// Leaves what is kept when the outermost [`keep`] ends.
+/// Leaves the kept context when the outermost [`keep`] ends.
 struct Keeping(PhantomData<*const ()>);
 
 impl Drop for Keeping {
@@ -110,15 +110,15 @@ impl Drop for Keeping {
     }
 }
 
-/// Does something in which the first context that is entered stays this thread's current one until all is done. No code of a user's may run in
-/// it that expects to find its own context.
+/// Runs `work`. The first context that `work` enters stays entered until `work` has ended. User code must not run in `work`: it would find
+/// that context in place of its own.
 pub(crate) fn keep<T>(work: impl FnOnce() -> T) -> T {
     change(|here| here.keeps += 1);
     let _keeping = Keeping(PhantomData);
     work()
 }
 
-/// The context is about to go: it is no longer kept.
+/// To be called before a context is released: leaves it, if this thread keeps it and has entered no other above it.
 pub(super) fn forget(context: CuContext) {
     let here = HERE.get();
     if let Some(kept) = here.kept.filter(|kept| kept.context == context && here.above == 0) {

@@ -67,7 +67,10 @@ pub(super) fn check<T: Element>(
         return Ok(());
     }
     if pointer == 0 || !pointer.is_multiple_of(align_of::<T>() as u64) {
-        return refuse(format!("{pointer:#x} is no address of a {dtype}"));
+        return refuse(format!(
+            "{pointer:#x} is no address of a {dtype}, which is a multiple of {} and not 0",
+            align_of::<T>()
+        ));
     }
     let end = (len as u64).checked_mul(size_of::<T>() as u64).and_then(|bytes| pointer.checked_add(bytes));
     if end.is_none() {

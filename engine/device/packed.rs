@@ -1,4 +1,4 @@
-//! Gradients on a device that are reduced as one buffer: copied into it, and back.
+//! Packs gradients on a device into one buffer, which is reduced as one, and copies them back out of it.
 
 use std::sync::Arc;
 
@@ -9,17 +9,17 @@ use crate::error::Error;
 use crate::mem::{AnyBuf, Buf, Fate, RawBuf};
 use crate::types::DType;
 
-/// Gradients of one element type that are packed into one buffer of it.
+/// Which gradients, all of one element type, are packed into one buffer of that type.
 pub(crate) struct Packing<'a> {
     pub(crate) dtype: DType,
     /// Elements of the buffer.
     pub(crate) len: usize,
-    /// Which of the buffers that are given are packed, and the element at which each begins.
+    /// Of each packed gradient: its index in `bufs`, which `fill` and `empty` are given, and the element of the buffer at which it begins.
     pub(crate) members: &'a [(usize, usize)],
 }
 
 impl Packing<'_> {
-    /// A buffer with all gradients, in the order of the first one's stream.
+    /// Allocates a buffer and copies all gradients into it, in the order of the first gradient's stream.
     ///
     /// # Errors
     /// Also the failure of an operation that a gradient's contents depend on.
@@ -29,8 +29,8 @@ impl Packing<'_> {
         let first = parts.first().ok_or_else(|| not_there(0))?;
         let mut buf = AnyBuf::zeroed_on(&first.place.stream, self.dtype, self.len)?;
         let place = place_of(&mut buf).ok_or_else(|| not_there(0))?;
-        // SAFETY: the buffer is new, and has `len` elements of this type, within which all parts lie; gradients are buffers of their own
-        // (`parts`), in the order of their streams, and owned by the caller.
+        // SAFETY: the buffer is new, and has `len` elements of this type, within which all parts lie (`parts` checks it). The gradients are
+        // separate buffers that the caller owns, each in the order of its own stream.
         let table = unsafe { pack_on_device((&place, self.bytes()), &parts) }?;
         if let Some(fate) = &place.fate {
             fates(&parts).for_each(|part| fate.depend_like(part));
@@ -38,13 +38,13 @@ impl Packing<'_> {
         Ok(OnDevice { buf, packed: PackedAt { place, table } })
     }
 
-    /// Puts the copies back on `stream`, behind what the buffer's own stream holds. Nobody has made any use of the gradients
-    /// since they were copied into the buffer. Their streams, and the buffer's, do not wait for the copies yet ([`Emptied::streams`]).
+    /// Puts copies on `stream` that bring the gradients back out of the buffer, behind what the buffer's own stream holds now. The streams of
+    /// the gradients and of the buffer do not wait for these copies yet: the caller makes them wait ([`Emptied::streams`]).
     ///
     /// # Safety
-    /// - `packed` is what `fill` gave for this packing and these gradients, and the buffer that came with it is still there, in this thread's
-    ///   hands or in an operation's that is on its stream;
-    /// - nothing else is done with the gradients, and the buffer does not go, before those streams wait for the copies.
+    /// - `packed` is what `fill` gave for this packing and these gradients. The buffer that came with it still exists: the caller has it, or
+    ///   an operation that is on the buffer's stream;
+    /// - nobody has used the gradients since `fill`, and nobody uses them or frees the buffer before those streams wait for the copies.
     pub(crate) unsafe fn empty<B: Buf>(
         &self,
         stream: &DeviceStream,
@@ -55,8 +55,8 @@ impl Packing<'_> {
         if !is_same(stream, &place.stream) {
             stream.wait_event(&place.stream.point()?)?;
         }
-        // SAFETY: the buffer has `len` elements of this type (`fill`) and is there, as the caller promises; the stream has just been made
-        // to wait for its own, on which the kernel is that packed the gradients, behind all that was on their streams.
+        // SAFETY: the buffer has `len` elements of this type (`fill`) and exists, as the caller promises. `stream` is the buffer's own or has
+        // just been made to wait for it. The buffer's stream holds the kernel that packed the gradients, behind all that was on theirs.
         unsafe { unpack_on_device(stream, (&place, self.bytes()), &table) }?;
         Ok(Emptied { parts, whole: place.fate, packed_on: place.stream, _table: table })
     }
@@ -77,13 +77,13 @@ impl Packing<'_> {
     }
 }
 
-/// Gradients of a device, packed.
+/// A buffer with packed gradients, on a device.
 pub(crate) struct OnDevice {
     pub(crate) buf: AnyBuf,
     pub(crate) packed: PackedAt,
 }
 
-/// Where a packed buffer is, also while an operation has it, and the table by which its parts are copied back.
+/// Where a packed buffer lies, kept for while an operation owns the buffer, and the table by which its parts are copied back.
 pub(crate) struct PackedAt {
     place: DevicePlace,
     table: Table,
@@ -99,20 +99,21 @@ impl PackedAt {
 /// Gradients that a kernel copies back, on a stream.
 pub(crate) struct Emptied {
     parts: Vec<Part>,
-    /// What the contents of the packed buffer depend on.
+    /// The operations that the contents of the packed buffer depend on.
     whole: Option<Arc<Fate>>,
     packed_on: DeviceStream,
-    /// Kept until the packed buffer's stream waits for the kernel that reads this table, as its memory goes back in that stream's order.
+    /// The kernel that copies back reads this table, whose memory is freed in the order of the packed buffer's stream. So it is dropped only
+    /// when that stream waits for the kernel.
     _table: Table,
 }
 
 impl Emptied {
-    /// The streams that are to wait for the copies before anything else is done with the gradients, or the packed buffer goes.
+    /// The streams that must wait for the copies before anything else is done with the gradients, or the packed buffer is freed.
     pub(crate) fn streams(&self) -> impl Iterator<Item = &DeviceStream> {
         streams(&self.parts).chain([&self.packed_on])
     }
 
-    /// They wait for what is on `stream`, where the copies are.
+    /// Makes [`streams`](Self::streams) wait for what is on `stream`, the one that [`empty`](Packing::empty) put the copies on.
     pub(crate) fn ordered_after(&self, stream: &DeviceStream) -> Result<(), Error> {
         all_wait_for(stream, self.streams().filter(|other| !is_same(other, stream)))
     }

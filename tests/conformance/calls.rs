@@ -3,7 +3,7 @@
 //! By default pairwise: every two of (collective and algorithm, form, world, length, element type, reduction, root,
 //! data, how it is awaited) that can go together do so in a case. `ALLSTREAM_TEST_FULL=all`: every form of every call in
 //! every world with every length; up to three ranks also with every element type, and between three threads with every type, reduction
-//! and root. `ALLSTREAM_TEST_FULL=1`: a tenth of most of that. What a world cannot do is asked for there, too: it must be refused.
+//! and root. `ALLSTREAM_TEST_FULL=1`: a twentieth of most of that. What a world cannot do is asked for there, too: it must be refused.
 
 use std::collections::BTreeMap;
 use std::io::Write;
@@ -253,7 +253,7 @@ fn rounds(factors: &Factors, add: &mut impl FnMut(Row)) {
     }
 }
 
-/// Everything, but for the factors that could not matter together; with `ALLSTREAM_TEST_FULL=1` a tenth of that, spread evenly.
+/// Everything, but for the factors that could not matter together; with `ALLSTREAM_TEST_FULL=1` a twentieth of that, spread evenly.
 fn full(factors: &Factors, add: &mut impl FnMut(Row)) {
     let pick = |turn: usize, of: usize| (mix(&[turn as u64]) % of as u64) as usize;
     let mut turn = 0_usize;
@@ -273,7 +273,7 @@ fn full(factors: &Factors, add: &mut impl FnMut(Row)) {
                 let ops = |dtype: usize| (0..factors.ops.len()).filter(move |op| fits(dtype, *op));
                 let mut rest = |dtype: usize, op: usize, at: usize| {
                     turn += 1;
-                    if !support::everything() && !turn.is_multiple_of(10) {
+                    if !support::everything() && !turn.is_multiple_of(20) {
                         return;
                     }
                     add([c, f, w, len, dtype, op, at, pick(turn, 2), pick(turn + 7, ENDS.len())]);

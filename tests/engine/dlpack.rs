@@ -280,7 +280,7 @@ fn what_others_give_is_taken_or_refused_with_a_reason() {
     refuses(shaped(&[6], &[0]), "make it contiguous");
     refuses(takes(&|n| n.data = 0), "6 elements and no memory");
     refuses(takes(&|n| n.byte_offset = 2), "is no address of a f32");
-    refuses(takes(&|n| n.byte_offset = u64::MAX - 3), "beyond all memory");
+    refuses(takes(&|n| n.byte_offset = u64::MAX - 3), "end beyond the last address");
     // SAFETY: null is refused.
     unsafe {
         assert!(

@@ -267,7 +267,7 @@ fn kill_all(all: impl IntoIterator<Item = Kill>) {
 fn survivors_name_the_killed_rank_within_two_seconds_and_leave_nothing() {
     let _alone = alone();
     let mut random = Random::seeded();
-    let count = test_support::times(8, 24, 64);
+    let count = test_support::times(8, 16, 64);
     // 64 different ones: each victim with each algorithm on each link.
     kill_all((0..count).map(|i| Kill {
         link: LINKS[(i + i / 4) % 4],
@@ -307,7 +307,7 @@ fn survivors_of_any_collective_name_the_killed_rank() {
         ("all_to_all", Algo::Direct),
         ("exscan", Algo::RecursiveDoubling),
     ];
-    let count = test_support::times(4, 12, 24);
+    let count = test_support::times(4, 8, 24);
     kill_all((0..count).map(|i| Kill {
         link: LINKS[(i + i / 8) % 4],
         call: calls[i % 8].0,

@@ -1,7 +1,7 @@
 //! What goes wrong: ranks that die, stop, disagree, wait for each other, or were never asked.
 //!
 //! Ranks are real processes where it matters: this binary starts itself again, once per rank (`tests/support/faults.rs`).
-//! Everything is bounded in time. `ALLSTREAM_TEST_FULL=1` kills 24 ranks instead of 8, `all` 64; `ALLSTREAM_TEST_SEED` repeats
+//! Everything is bounded in time. `ALLSTREAM_TEST_FULL=1` kills 16 ranks instead of 8, `all` 64; `ALLSTREAM_TEST_SEED` repeats
 //! the moments of an earlier run.
 
 mod aborts;

@@ -39,7 +39,7 @@ pub(crate) fn all(root: &Path, limit: Duration) -> Ran {
         // Always the same seed: a search at random belongs to who has hours, not to the check of a change.
         // A fuzzer writes thousands of lines; they matter only if it finds something.
         let (Ran(result, count, found), done) =
-            fuzz(&["fuzz", "run", &target, "--", &time, "-timeout=10", "-seed=1"], false);
+            fuzz(&["fuzz", "run", &target, "--", &time, "-timeout=60", "-seed=1"], false);
         found.lines.iter().for_each(|line| runner::say(line));
         runner::say(&format!("fuzz target {target}: {result}{done}"));
         counts.passed += count.passed;

@@ -14,6 +14,7 @@ mod packages;
 mod part;
 mod parts;
 mod peers;
+mod published;
 mod python;
 mod rdma;
 mod runner;

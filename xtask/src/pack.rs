@@ -9,6 +9,7 @@ use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
+use crate::part::{PACKAGES, TOOLS};
 use crate::python;
 use crate::runner;
 
@@ -24,9 +25,9 @@ pub(crate) const FOLDER: &str = ".gpu-pack";
 const CONTENTS: &str = "CONTENTS";
 const README: &str = include_str!("../../docs/gpu-pack.md");
 const ARRAYS: &str = include_str!("../../tests/gpu-pack/python/arrays.py");
-/// As the integration tests are built, so that nothing is built twice for a rehearsal.
-const BUILD: &str = "build --package allstream --package allstream-cli --all-features --bin allstream --test gpu --example 12_gpu \
-                     --example 13_gpu_overlap";
+/// What is built of these packages.
+const PACKED: &str = "--package allstream --package allstream-cli --all-features";
+const TARGETS: &str = "--bin allstream --test gpu --example 12_gpu --example 13_gpu_overlap";
 const BUILD_RUNNER: &str = "build --package gpu-pack";
 /// As pip builds the wheel: where that was built before, little is left.
 const BUILD_PYTHON: &str = "build --release --locked --manifest-path ffi/python/Cargo.toml";
@@ -80,8 +81,12 @@ pub(crate) fn make(root: &Path, wanted: &Wanted) -> Result<String, String> {
     if tree.exists() {
         fs::remove_dir_all(&tree).map_err(|error| tell(&tree, error))?;
     }
-    let profile = if wanted.for_rehearsal { "" } else { " --release" };
-    let mut built = build(root, &format!("{BUILD}{profile}"))?;
+    // A rehearsal takes what the integration tests have built: so it names all packages that were built with them, as features are those that any asks for.
+    let (packages, profile) = match wanted.for_rehearsal {
+        true => (format!("{PACKAGES} {TOOLS}"), ""),
+        false => (PACKED.to_owned(), " --release"),
+    };
+    let mut built = build(root, &format!("build {packages} {TARGETS}{profile}"))?;
     built.extend(build(root, &format!("{BUILD_RUNNER}{profile}"))?);
     let mut complaints = Vec::new();
     for (name, place) in PROGRAMS {

@@ -13,12 +13,16 @@ pub(crate) const PACKAGES: &str = "--package allstream --package allstream-plan 
 pub(crate) const TOOLS: &str =
     "--package cuda-driver-for-tests --package nccl-for-tests --package verbs-for-tests --package loom-tests";
 
+/// Members of the workspace that are for its own tests: nobody reads their documentation, and they are not published.
+pub(crate) const OURS_ALONE: &str = "--exclude xtask --exclude loom-tests --exclude cuda-driver-for-tests \
+     --exclude nccl-for-tests --exclude verbs-for-tests --exclude test-support --exclude test-oracle --exclude gpu-pack";
+
 /// Something to run, and what it needs.
 pub(crate) struct Part {
     pub(crate) name: String,
     pub(crate) work: Work,
     pub(crate) when: When,
-    /// It runs at the same time as the part before it, which leaves time of the processors unused.
+    /// It runs at the same time as the part before it, in the time of the processors that the other leaves unused.
     pub(crate) beside: bool,
     /// Why it cannot run here, if it cannot.
     pub(crate) needs: fn(&Path) -> Result<(), String>,

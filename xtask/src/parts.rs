@@ -1,6 +1,5 @@
 //! What there is to run, as data.
 
-use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::Path;
 use std::time::Duration;
 
@@ -9,13 +8,10 @@ use crate::house;
 use crate::kernels;
 use crate::pack;
 use crate::packages;
-use crate::part::{PACKAGES, Part, TOOLS, When, Work};
+use crate::part::{OURS_ALONE, PACKAGES, Part, TOOLS, When, Work};
+use crate::published;
 use crate::python;
 use crate::rdma;
-
-/// Members of the workspace that are for its own tests: nobody reads their documentation, and they are not published.
-const OURS_ALONE: &str = "--exclude xtask --exclude loom-tests --exclude cuda-driver-for-tests \
-     --exclude nccl-for-tests --exclude verbs-for-tests --exclude test-support --exclude test-oracle --exclude gpu-pack";
 
 /// Programs of tests that the core has. The full run has all: also those of devices, of the allocator, and of what tests are made of.
 const CORE: [&str; 5] = ["command", "conformance", "engine", "faults", "rules"];
@@ -188,15 +184,20 @@ fn all(is_full: bool) -> Vec<Part> {
             .minutes(if is_full { 60 } else { 20 }),
         cargo("doc tests", &format!("test {packages} --no-fail-fast --doc")),
         cuda_kernels().needs(kernels::needs).full(),
-        Part { work: Work::Steps(fuzz::all), ..cargo("fuzz", "") }.needs(fuzz::needs).minutes(30).full(),
-        // A workspace of its own, so that candle stays out of the engine's lock file. Fuzzers keep one core busy, and so does what is compiled last here.
-        cargo("candle", "test --manifest-path adapters/candle/Cargo.toml --no-fail-fast --release")
-            .minutes(30)
-            .beside()
-            .full(),
         Part { work: Work::Steps(python::all), ..cargo("python, with torch and Ray", "") }
             .needs(python::needs)
             .minutes(40)
+            .full(),
+        // Tests of Python mostly wait for programs that start: so what is mostly compiled runs beside them.
+        Part { work: Work::Steps(fuzz::all), ..cargo("fuzz", "") }
+            .needs(fuzz::needs)
+            .minutes(40)
+            .beside()
+            .full(),
+        // A workspace of its own, so that candle stays out of the engine's lock file.
+        cargo("candle", "test --manifest-path adapters/candle/Cargo.toml --no-fail-fast --release")
+            .minutes(40)
+            .beside()
             .full(),
         // After Python, whose torch has brought NVIDIA's NCCL along.
         tests_of("NCCL as pip has it", "--package allstream-sys --test real_nccl", "").full(),
@@ -241,39 +242,8 @@ pub(crate) fn lints(root: &Path) -> Vec<Part> {
         ),
         cargo("docs", &format!("doc --workspace {OURS_ALONE} --no-deps --all-features"))
             .env("RUSTDOCFLAGS", "-D warnings"),
-        package(root),
+        Part { work: Work::Steps(published::check), ..cargo("packages", "") },
     ]
-}
-
-/// Builds what would be published from the packed files alone. `--allow-dirty`: this is about the package, not about
-/// what has been committed.
-///
-/// Cargo unpacks the other packages into its home, under the target directory's path and the package's version, and
-/// keeps them: another run from the same path would build against those of then. So other ones get another path.
-fn package(root: &Path) -> Part {
-    let mut content = DefaultHasher::new();
-    let mut folders = ["plan", "kernels", "ffi/sys", "engine", "cli"].map(|name| root.join(name)).to_vec();
-    let mut files = vec![root.join("Cargo.toml"), root.join("Cargo.lock")];
-    while let Some(folder) = folders.pop() {
-        for path in folder.read_dir().into_iter().flatten().flatten().map(|entry| entry.path()) {
-            if path.is_dir() { folders.push(path) } else { files.push(path) }
-        }
-    }
-    files.sort();
-    for file in files {
-        (file.strip_prefix(root).ok(), std::fs::read(&file).ok()).hash(&mut content);
-    }
-    cargo(
-        "package",
-        &format!(
-            "package --workspace {OURS_ALONE} --allow-dirty --no-metadata --target-dir \
-             target/packages/{:016x}",
-            content.finish()
-        ),
-    )
-    // Whether it builds is all that is asked.
-    .env("CARGO_PROFILE_DEV_OPT_LEVEL", "0")
-    .env("CARGO_PROFILE_DEV_DEBUG", "0")
 }
 
 fn integration_tests(root: &Path) -> Result<(), String> {

@@ -10,13 +10,15 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use rustix::process::{Pid, Signal, kill_process_group};
+use rustix::process::{Pid, Signal, kill_process_group, nice};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
 use crate::journal::{Counts, Journal, Report, Timed};
 use crate::part::{Part, Ran, Work};
 
+/// How urgent commands are that run beside others, as `nice` counts: they get what these leave.
+const LEAST_URGENT: i32 = 19;
 /// The process groups of the commands that run, for the signal thread.
 static RUNNING: Mutex<Vec<Pid>> = Mutex::new(Vec::new());
 
@@ -102,8 +104,12 @@ pub(crate) fn run_all(parts: &[Part], root: &Path) -> bool {
     total.failed == 0
 }
 
-/// Runs one, and says when it begins and how it ended.
+/// Runs one, in a thread of its own, and says when it begins and how it ended.
 fn timed(part: &Part, root: &Path) -> Outcome {
+    // Linux sets it for this thread alone. The commands that the thread starts inherit it, and so leave the part before them its time.
+    if part.beside && nice(LEAST_URGENT).is_err() {
+        say(&format!("cargo xtask: {} cannot be made less urgent than what it runs beside", part.name));
+    }
     say(&format!("== {}", part.name));
     let start = Instant::now();
     let mut tests = Tests::default();
@@ -397,15 +403,18 @@ mod tests {
         assert_eq!(failures(&[passed("house")]), "");
     }
 
-    /// One of two parts that are to run at the same time: it passes if the other has begun before it ends.
+    /// One of two parts that are to run at the same time: it passes if the other has begun before it ends, and if one of them is not urgent.
     fn meets(_: &Path, _: Duration) -> Ran {
         static BEGUN: AtomicUsize = AtomicUsize::new(0);
+        static NOT_URGENT: AtomicUsize = AtomicUsize::new(0);
+        NOT_URGENT.fetch_add(usize::from(nice(0).unwrap() == LEAST_URGENT), Ordering::AcqRel);
         BEGUN.fetch_add(1, Ordering::AcqRel);
         let end = Instant::now() + Duration::from_secs(30);
         while BEGUN.load(Ordering::Acquire) < 2 && Instant::now() < end {
             thread::sleep(Duration::from_millis(1));
         }
-        let failed = u64::from(BEGUN.load(Ordering::Acquire) < 2);
+        let [begun, not_urgent] = [&BEGUN, &NOT_URGENT].map(|count| count.load(Ordering::Acquire));
+        let failed = u64::from(begun < 2 || not_urgent == 0);
         Ran(String::new(), Counts { failed, ..Counts::default() }, Report::default())
     }
 

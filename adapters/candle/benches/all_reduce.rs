@@ -1,7 +1,7 @@
-//! What a candle tensor costs beside a `Vec`: an all_reduce of 32 MB on 2 ranks, all sides in turns, medians.
+//! Compares the time of an all_reduce of a candle tensor with that of a `Vec`: 32 MB on 2 ranks by default, medians of rounds.
 //!
-//! Each side in place, and into new memory with one copy: the operation with a gradient leaves its input as it is, so that new memory is
-//! what it must have. Where the system gives that page by page, the pages take longer than the copy and the all_reduce.
+//! Each is timed in place, and into new memory with one copy: `apply_op1`, which has a gradient, must leave its input as it is, and so needs
+//! new memory. Where the system maps new memory page by page, that takes longer than the copy and the all_reduce.
 //!
 //! `cargo bench --bench all_reduce -- [ROUNDS [MB]]`
 
@@ -16,10 +16,10 @@ type Result<T> = std::result::Result<T, Box<dyn std::error::Error + Send + Sync>
 const RANKS: usize = 2;
 const WARM_UP: usize = 3;
 
-/// What is timed, in the order in which they take turns.
+/// What is timed in each round.
 const SIDES: [&str; 4] = ["Vec, in place", "tensor, inplace_op1", "Vec, cloned", "tensor, apply_op1"];
 
-/// The times of each side on this rank.
+/// Runs one rank; returns its times of each side.
 fn rank(comm: SharedComm, elements: usize, rounds: usize) -> Result<[Vec<Duration>; 4]> {
     let mut values = vec![0f32; elements];
     let tensor = Tensor::zeros(elements, DType::F32, &Device::Cpu)?;
@@ -27,7 +27,7 @@ fn rank(comm: SharedComm, elements: usize, rounds: usize) -> Result<[Vec<Duratio
     let mut times: [Vec<Duration>; 4] = Default::default();
     for round in 0..WARM_UP + rounds {
         for i in 0..SIDES.len() {
-            // Every side comes first in its turn.
+            // Each round begins with another side.
             let side = (i + round) % SIDES.len();
             comm.barrier().wait()?;
             let start = Instant::now();
@@ -51,7 +51,7 @@ fn median(mut times: Vec<Duration>) -> Duration {
 }
 
 fn main() -> Result<()> {
-    // Cargo gives `--bench`, too.
+    // Words that are no numbers are skipped: cargo adds `--bench`.
     let mut numbers = std::env::args().skip(1).filter_map(|word| word.parse::<usize>().ok());
     let (rounds, megabytes) = (numbers.next().unwrap_or(41).max(1), numbers.next().unwrap_or(32).max(1));
     let elements = (megabytes << 20) / size_of::<f32>();
@@ -65,7 +65,7 @@ fn main() -> Result<()> {
     let medians = first.ok_or("there is no rank")?.map(median);
     println!("all_reduce of {megabytes} MB on {RANKS} ranks, medians of {rounds} rounds in turns");
     for (i, (side, time)) in SIDES.iter().zip(medians).enumerate() {
-        // Beside the Vec that does the same.
+        // The ratio to the side before, or this one, that does the same with a `Vec`.
         let ratio = time.as_secs_f64() / medians[i / 2 * 2].as_secs_f64();
         println!("{side:<20} {:>8.3} ms  {ratio:.2}", time.as_secs_f64() * 1e3);
     }

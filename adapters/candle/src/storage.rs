@@ -8,7 +8,7 @@ use candle_core::{CpuStorage, DType, Device, Layout, Result, Shape, Storage, Ten
 use crate::collective::{Collective, of_tensor, on_device, range, unknown_type, with_values};
 use crate::gpu;
 
-/// A collective into a new storage: one copy of the input.
+/// Runs a collective on a copy of the input, and gives its result as a new storage.
 pub(crate) fn apply(op: &impl Collective, storage: &CpuStorage, layout: &Layout) -> Result<CpuStorage> {
     use candle_core::backend::BackendStorage;
     let dtype = storage.dtype();
@@ -19,8 +19,8 @@ pub(crate) fn apply(op: &impl Collective, storage: &CpuStorage, layout: &Layout)
     out.map_err(|error| of_tensor(op.name(), layout, dtype, error))
 }
 
-/// A collective in the storage of a tensor. Where the tensor has all of its storage nothing is copied; of a part of it there are two
-/// copies, out and in. After a failure the elements are unspecified, but as many as before.
+/// Runs a collective in the storage of a tensor. If the tensor is all of its storage, nothing is copied. If it is a part, its elements are
+/// copied out, and the result is copied back in. After a failure the storage has as many elements as before, with unspecified values.
 pub(crate) fn apply_in_place(op: &impl Collective, storage: &mut CpuStorage, layout: &Layout) -> Result<()> {
     use candle_core::backend::BackendStorage;
     let dtype = storage.dtype();
@@ -47,19 +47,19 @@ fn in_place<T: Element>(
         Some(part) if is_all => *values = part,
         Some(part) if part.len() == range.len() => values[range].copy_from_slice(&part),
         Some(_) => {}
-        // A peer may still touch the buffer, so that the engine keeps it. The tensor must have its elements all the same.
+        // The engine keeps the buffer, as a peer may still touch it. The tensor gets zeros in its place, as it must have all its elements.
         None if is_all => *values = zeros(len),
         None => {}
     }
     error
 }
 
-/// Zeros of any type.
+/// So many zeros of an element type.
 pub(crate) fn zeros<T: Element>(len: usize) -> Vec<T> {
     allstream::HostBuf::<T>::zeroed(len).to_vec()
 }
 
-/// The engine's name of an element type.
+/// The engine's [`DType`](allstream::DType) for one of candle's. `name` is the call's, for the error.
 pub(crate) fn dtype(name: &str, dtype: DType) -> Result<allstream::DType> {
     Ok(match dtype {
         DType::U8 => allstream::DType::U8,
@@ -75,7 +75,7 @@ pub(crate) fn dtype(name: &str, dtype: DType) -> Result<allstream::DType> {
     })
 }
 
-/// Runs a function on the storage of a tensor of the CPU.
+/// Runs a function on the storage of a tensor on the CPU.
 fn on_cpu<R>(name: &str, tensor: &Tensor, read: impl FnOnce(&CpuStorage, &Layout) -> Result<R>) -> Result<R> {
     let (storage, layout) = tensor.storage_and_layout();
     match &*storage {
@@ -96,7 +96,8 @@ pub(crate) fn to_buf(name: &str, tensor: &Tensor) -> Result<AnyBuf> {
     })
 }
 
-/// As many elements as a tensor of floats has, in a `Vec` of zeros, or in memory of the tensor's own device, whose contents buckets replace by zeros.
+/// A buffer for as many elements as a tensor of floats has. On the CPU it is a `Vec` of zeros. On a device it holds a copy of the tensor, which
+/// gradient buckets (`finish_some`) replace by zeros.
 pub(crate) fn zero_buf(name: &str, like: &Tensor) -> Result<AnyBuf> {
     if like.device().is_cuda() {
         return gpu::to_buf(name, &like.contiguous()?);
@@ -110,7 +111,7 @@ pub(crate) fn zero_buf(name: &str, like: &Tensor) -> Result<AnyBuf> {
     })
 }
 
-/// A tensor of the shape and on the device of another one that takes over a buffer of floats. Nothing is copied.
+/// Makes a tensor of a buffer of floats, with the shape and on the device of `like`. It takes the buffer over: nothing is copied.
 pub(crate) fn from_buf(name: &str, buf: AnyBuf, like: &Tensor) -> Result<Tensor> {
     let shape = like.shape();
     if like.device().is_cuda() {
@@ -132,9 +133,7 @@ pub(crate) fn from_buf(name: &str, buf: AnyBuf, like: &Tensor) -> Result<Tensor>
     }
 }
 
-/// A number that tensors of the same bits have in common, and others hardly ever.
-///
-/// Of a tensor on a device a copy comes to the host.
+/// A hash of the bits of a tensor's elements, to compare tensors by. A tensor on a device is copied to the host for that.
 pub(crate) fn fingerprint(name: &str, tensor: &Tensor) -> Result<u64> {
     if tensor.device().is_cuda() {
         return fingerprint(name, &tensor.to_device(&Device::Cpu)?);
@@ -161,14 +160,14 @@ pub(crate) fn fingerprint(name: &str, tensor: &Tensor) -> Result<u64> {
     })
 }
 
-/// The sum of the squares of all elements, in `f64`: on the CPU the same bits wherever the same elements are. On a device, the device adds
-/// them up in an order of its own.
+/// The sum of the squares of all elements, in `f64`. On the CPU equal elements always give a sum of the same bits. On a device they may not:
+/// the device chooses the order in which it adds.
 pub(crate) fn squares(name: &str, tensor: &Tensor) -> Result<f64> {
     if !tensor.device().is_cpu() {
         return tensor.detach().to_dtype(DType::F64)?.sqr()?.sum_all()?.to_scalar();
     }
     fn of<T: Copy>(values: &[T], value: impl Fn(T) -> f64) -> f64 {
-        // Several sums, so that one addition need not wait for the one before.
+        // Eight sums side by side, so that an addition need not wait for the one before.
         let (pieces, rest) = values.as_chunks::<8>();
         let mut sums = [0.0; 8];
         for piece in pieces {
@@ -188,7 +187,8 @@ pub(crate) fn squares(name: &str, tensor: &Tensor) -> Result<f64> {
     })
 }
 
-/// A number for a shape, never 0: given as the key of a call, it tells ranks with other shapes of as many elements from each other.
+/// A hash of a shape, as the key of a call: the call fails on ranks whose tensors have different shapes of equally many elements. Never 0,
+/// which is no key.
 pub(crate) fn key(dims: &[usize]) -> u64 {
     let hash = dims.iter().fold(0x811c_9dc5_u32, |hash, dim| {
         (hash ^ *dim as u32 ^ (*dim as u64 >> 32) as u32).wrapping_mul(0x0100_0193)

@@ -79,7 +79,7 @@ impl<S: Several<Item: Send + 'static>, O: Send + 'static> NodeWork<S, O> {
         let was_polled = parts.iter().any(|part| part.at().is_none());
         if was_polled || found != devices {
             let problem = match was_polled {
-                true => "an operation that was polled already is awaited, or joined before".into(),
+                true => "a poll has already seen the end of a part: await this operation, or join it before it is polled".into(),
                 false => format!("{found} streams for {devices} devices: one for each is needed"),
             };
             let invalid = |all| Failed { buf: Some(S::map(all, Ok)), error: Error::invalid("join", problem) };

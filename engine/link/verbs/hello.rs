@@ -1,5 +1,5 @@
-//! What the two ends of a link tell each other before they can talk by RDMA: [`Hello`], over the connection that the sender has dialled. That
-//! connection has proved by its handshake that both belong to the job. Each end sends one, and then the connection is closed.
+//! [`Hello`]: what the two ends of a link tell each other before they can talk by RDMA, over a TCP connection that the sender has dialled.
+//! By the handshake of that connection both ends have proved that they belong to the job. Each end sends one hello, and then closes it.
 
 use std::io::{self, Read, Write};
 use std::net::{IpAddr, Ipv6Addr, TcpStream};
@@ -19,30 +19,31 @@ const VERSION: u16 = 2;
 /// Numbers of queue pairs and of packets have 24 bits.
 const BITS: u32 = 24;
 
-/// Where the receiver's area is. The key opens it, and nothing else, to whoever has a queue pair of the receiver's.
+/// Where the receiver's area is. By the key a peer that is connected to one of the receiver's queue pairs can write to the area, and to
+/// no other memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Area {
     pub(super) at: u64,
     pub(super) key: u32,
 }
 
-/// One end of a link, as it tells the other.
+/// What one end of a link tells the other of itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Hello {
     pub(super) layer: RdmaLayer,
     pub(super) mtu: Mtu,
     /// The number of the queue pair.
     pub(super) pair: u32,
-    /// The number that its first packet has.
+    /// The number of the first packet that this end sends.
     pub(super) first_packet: u32,
-    /// Of InfiniBand: the port's address in its subnet.
+    /// On InfiniBand: the port's address in its subnet.
     pub(super) lid: u16,
     pub(super) gid: [u8; 16],
     /// Bytes of the largest message that the port takes.
     pub(super) max_message: u32,
-    /// Of the sender: how many slots it can use. Of the receiver: how many it grants; 0 makes the link a narrow one.
+    /// From the sender: how many slots it can use. From the receiver: how many it grants; 0 makes the link narrow (`pieces.rs`).
     pub(super) slots: u32,
-    /// The receiver's.
+    /// The receiver names its area, a sender none.
     pub(super) area: Option<Area>,
 }
 
@@ -71,7 +72,7 @@ impl Hello {
         bytes
     }
 
-    /// Reads what came from the other end; says what is wrong with it.
+    /// Reads a hello that came from the other end, or says what is wrong with it.
     pub(super) fn decode(bytes: &[u8; BYTES]) -> Result<Hello, String> {
         let u32_at = |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
         let u16_at = |at: usize| u16::from_le_bytes([bytes[at], bytes[at + 1]]);
@@ -118,7 +119,7 @@ impl Hello {
         Ok(Hello { layer, mtu, pair, first_packet, lid, gid, max_message, slots, area })
     }
 
-    /// The address of its port.
+    /// The port's `gid`, read as an IP address.
     pub(super) fn address(&self) -> IpAddr {
         let address = Ipv6Addr::from(self.gid);
         address.to_ipv4_mapped().map_or(IpAddr::V6(address), IpAddr::V4)
@@ -139,12 +140,12 @@ impl Talk {
         Talk { socket, out: [0; BYTES], sent: BYTES, read: [0; BYTES], have: 0 }
     }
 
-    /// From here on this is sent.
+    /// Takes the hello that [`has_said`](Self::has_said) is to send.
     pub(super) fn say(&mut self, hello: &Hello) {
         (self.out, self.sent) = (hello.encode(), 0);
     }
 
-    /// Whether all has been sent.
+    /// Sends what the socket takes now. `true`: all has been sent.
     pub(super) fn has_said(&mut self) -> io::Result<bool> {
         while self.sent < BYTES {
             match self.socket.write(&self.out[self.sent..]) {
@@ -158,7 +159,7 @@ impl Talk {
         Ok(true)
     }
 
-    /// What the other end has said, once it has come.
+    /// Reads what has come. Gives the other end's hello once it is whole.
     pub(super) fn heard(&mut self) -> io::Result<Option<[u8; BYTES]>> {
         while self.have < BYTES {
             match self.socket.read(&mut self.read[self.have..]) {
@@ -228,7 +229,7 @@ mod tests {
     proptest! {
         #[test]
         fn any_bytes_are_read_or_refused(bytes in proptest::collection::vec(any::<u8>(), BYTES), good in 0usize..=BYTES) {
-            // Bytes that begin as a correct hello does come further.
+            // Bytes that begin like a correct hello reach the later checks.
             let mut spoiled = hello(Some(Area { at: 0x1000, key: 1 })).encode();
             spoiled[good..].copy_from_slice(&bytes[good..]);
             if let Ok(hello) = Hello::decode(&spoiled) {

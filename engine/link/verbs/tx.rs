@@ -30,9 +30,9 @@ enum State {
     Dead,
 }
 
-/// The sending end. Until it is open there is no room.
+/// The sending end. `room` says `false` until the link is open.
 pub(super) struct VerbsTx {
-    /// Of the two ends, in the world.
+    /// World ranks of the sender and of the receiver.
     ends: (Rank, Rank),
     peer: Rank,
     card: Arc<Card>,
@@ -53,7 +53,7 @@ impl VerbsTx {
         })
     }
 
-    /// Goes on with what opens the link, as far as that can go now.
+    /// Goes on with opening the link, as far as it can without blocking.
     fn go_on(&mut self) -> Result<(), Error> {
         if let State::Dialled(dialled) = &mut self.state
             && let Some(socket) = dialled.poll(&self.reactor)?
@@ -102,7 +102,7 @@ impl LinkTx for VerbsTx {
     }
 
     fn needs_slot(&self, payload: *const u8, len: usize) -> bool {
-        // Of the region only the staging slots are registered.
+        // The device can read only the region's staging slots, as no other memory of a payload's is registered.
         let (at, bytes) = self.card.region().all_slots();
         let offset = (payload as usize).wrapping_sub(at.as_ptr() as usize);
         offset >= bytes || len > bytes - offset
@@ -132,7 +132,8 @@ impl LinkTx for VerbsTx {
             State::Open(sending) => sending.lock().revoke(),
             _ => self.state = State::Dead,
         }
-        // What is sent lies in staging slots, none of it in memory of an operation's: the slots come back one by one as the device is done with them.
+        // The device reads cells of the link and staging slots, never an operation's memory: no operation has to wait. The slots come back one
+        // by one as the device is done with them.
         true
     }
 
@@ -155,11 +156,11 @@ impl LinkTx for VerbsTx {
     }
 }
 
-/// An open sending end. A lease has it, too, where staging slots are to be kept until the device is done with them.
+/// What a sending end has from its greeting on. A lease shares it, and asks it whether the device is done with the staging slots.
 struct Sending {
     peer: Rank,
     pair: QueuePair,
-    /// Headers and small payloads, on their way.
+    /// The cells that the device reads headers and small payloads from. `None` only while this is being dropped, as `slots` is.
     cells: Option<Registered>,
     slots: Option<Arc<Registered>>,
     card: Arc<Card>,
@@ -167,16 +168,16 @@ struct Sending {
     to: Area,
     first_packet: u32,
     max_message: u32,
-    /// How many slots its queue has room for.
+    /// To how many of the receiver's slots frames can be under way at once: `pair`'s queue has room for their requests.
     most_slots: u32,
-    /// Of a narrow link: the pieces that go over it.
+    /// The count of the pieces that large frames are sent in. `None`: the link is not narrow (`pieces.rs`), and they go whole.
     pieces: Option<PiecesSent>,
     /// The large frame of which pieces are still to be posted.
     large: Option<Large>,
-    /// Pieces of it that the device is not done with.
+    /// Pieces of `large` that the device is not done with; the last one is not counted.
     under_way: u32,
     peer_at: String,
-    /// Frames whose sources were free when it broke: those after them did not arrive, as far as is known here.
+    /// Set when the link breaks: how many frames the device was done with then. The later ones count as not arrived.
     broken_at: Option<u64>,
     is_revoked: bool,
     broke: Option<Break>,
@@ -189,7 +190,7 @@ struct Large {
     bytes: usize,
     /// Bytes of the pieces that were posted.
     posted: usize,
-    /// The number that goes with its last piece.
+    /// The frame's number, which goes with its last piece.
     number: u32,
 }
 
@@ -225,7 +226,7 @@ impl Sending {
         self.card.hello(self.pair.number(), self.first_packet, self.most_slots, None)
     }
 
-    /// The receiver has answered.
+    /// Connects the queue pair to the receiver's, by the hello that the receiver has answered with.
     fn connect(&mut self, bytes: &[u8; super::hello::BYTES]) -> Result<(), Error> {
         let wrong = |problem| Error::protocol(self.peer, problem);
         let other = Hello::decode(bytes).map_err(wrong)?;
@@ -240,11 +241,12 @@ impl Sending {
         self.max_message = self.max_message.min(other.max_message);
         self.peer_at = super::place_of(&other);
         if other.slots == 0 {
-            // One large frame at a time, in pieces for which the queue always has room.
+            // The link is narrow: one large frame goes at a time, in pieces, for which the queue always has room.
             (self.credits, self.pieces) = (Sender::new(1), Some(PiecesSent::default()));
             return self.pair.connect(&self.card, self.first_packet, &other);
         }
-        // Smaller messages are more requests, and the queue has room for so many.
+        // The queue was made for messages as large as this rank's port takes. If the peer's port takes only smaller ones, a frame is more
+        // requests, and the queue has room for fewer slots.
         let room = self.card.requests_to_send(self.most_slots, self.card.max_message());
         let fits = |slots: &u32| self.card.requests_to_send(*slots, self.max_message) <= room;
         let slots = (1..=other.slots).rev().find(fits).ok_or_else(|| {
@@ -255,12 +257,12 @@ impl Sending {
         self.pair.connect(&self.card, self.first_packet, &other)
     }
 
-    /// Takes what the device has to tell. Where the progress thread is about to sleep, the device is asked to wake it.
+    /// Takes all completions that have come. If the progress thread is about to sleep, asks the device to wake it at the next one.
     fn look(&mut self) -> Result<(), Error> {
         let mut told = [IbvWc::default(); BATCH];
         loop {
             match self.pair.completions(|| super::is_wanted(&self.card), &mut told) {
-                // All are taken, whatever is wrong with one: what the device is done with must not be forgotten.
+                // An error in one does not keep the others from being taken: each says that the device is done with something.
                 Ok(Some(count)) => {
                     told[..count].iter().map(|completion| self.take(completion)).fold(Ok(()), Result::and)?
                 }
@@ -275,7 +277,7 @@ impl Sending {
         let status = WcStatus(completion.status);
         if status != WcStatus::SUCCESS {
             self.break_off(problem_of(&self.card, completion));
-            // Whatever became of it, the device is done with it.
+            // The request has failed, but the device is done with it.
             self.is_done_with(completion.wr_id);
             return Ok(());
         }
@@ -306,7 +308,7 @@ impl Sending {
         }
     }
 
-    /// A call of the library's failed: nothing is known of what was posted until the queue pair is gone.
+    /// Breaks the link off because a call of the library failed. Only once the queue pair is destroyed is the device surely done with all frames.
     fn lose(&mut self, error: VerbsError) -> Result<(), Error> {
         self.break_off(error.to_string());
         if self.pair.destroy() {
@@ -332,7 +334,7 @@ impl Sending {
         self.is_revoked || self.broken_at.is_some()
     }
 
-    /// Frames whose sources are free, as whoever posted them is told: where the link broke, those that did not arrive are not among them.
+    /// How many frames count as released. After a break, frames that count as not arrived are left out, although their sources may be free.
     fn released(&self) -> u64 {
         match self.broken_at {
             Some(arrived) if !self.is_revoked => arrived,
@@ -369,8 +371,9 @@ impl Sending {
         }
         let (place, number) = self.credits.post(large);
         let cell = cells.at(place.cell as usize * CELL);
-        // SAFETY: the cell is the link's own memory, and `Sender` gives it out only when the device is done with the frame that was in it before. A small
-        // payload has room behind the header, and is valid for `len` bytes (the caller's promise); one of no bytes may be null.
+        // SAFETY: the cell is the link's own memory, and `Sender` gives it out only when the device is done with the frame that was in it before.
+        // A small payload has room behind the header, and is valid for `len` bytes (the caller's promise). A payload of no bytes may be null, and
+        // is not read.
         unsafe {
             std::ptr::copy_nonoverlapping(header.encode().as_ptr(), cell, HEADER_BYTES);
             if !large && len > 0 {
@@ -387,20 +390,22 @@ impl Sending {
             self.go_on_with_large()?;
             return Ok(Posted::Held);
         }
-        // SAFETY: the cell is registered, and stays as it is until the device is done with the frame; so does the slot, by the caller's promise.
+        // SAFETY: the cell is registered, and stays as it is until the device is done with the frame. So does the slot, by the caller's
+        // promise.
         if let Err(error) = unsafe { self.write(from, bytes, place, (frame, number)) } {
             self.lose(error)?;
         }
         Ok(if large { Posted::Held } else { Posted::Copied })
     }
 
-    /// Posts as many pieces of the large frame as the window has room for. Where the link has broken, the frame is over once the device is done with those
-    /// that were posted.
+    /// Posts as many pieces of the large frame as the window has room for. On a link that was revoked or has broken it posts none, and counts the
+    /// frame as done with once the device is done with the pieces that were posted.
     fn go_on_with_large(&mut self) -> Result<(), Error> {
         while !self.is_over()
             && let (Some(large), Some(pieces)) = (&mut self.large, &mut self.pieces)
         {
-            // Notes may come before completions: the queue has room for so many pieces beside all frames.
+            // The receiver's note that it has copied a piece may come before the piece's completion here. The queue has room for `PIECES`
+            // uncompleted pieces beside all frames.
             if !pieces.has_room() || u64::from(self.under_way) >= PIECES {
                 return Ok(());
             }
@@ -418,13 +423,14 @@ impl Sending {
                 self.under_way += 1;
             }
             let write = Write { id, from: &parts[..count], to, key: self.to.key, number: Some(number) };
-            // SAFETY: the frame's cell and its slot are registered, and stay as they are until the frame is released (`post`): that is after the completion
-            // of its last piece.
+            // SAFETY: the frame's cell and its slot are registered, and stay as they are until the frame is released (the promise of whoever called
+            // `post`). It is released after the completion of its last piece.
             if let Err(error) = unsafe { self.pair.post_write(write) } {
                 return self.lose(error);
             }
         }
-        // Frames before it were posted before its pieces, and so are over before those.
+        // Only a link that is over comes here with a large frame. That one was posted last, and the device takes frames in order: the frame
+        // is done with when all before it and its own posted pieces are.
         if self.large.is_some() && self.under_way == 0 && self.credits.gone() + 1 == self.credits.posted() {
             self.large = None;
             self.credits.is_done_with_next();
@@ -454,7 +460,7 @@ impl Sending {
             let id = if is_last { frame & !PIECE } else { PIECE };
             let number = is_last.then_some(number);
             let write = Write { id, from: &parts[..count], to: to + begin as u64, key, number };
-            // SAFETY: the caller's promise; the completion of the last piece is told behind those of the others.
+            // SAFETY: the caller's promise; the device completes the last piece after the others.
             unsafe { self.pair.post_write(write) }?;
         }
         Ok(())
@@ -464,20 +470,21 @@ impl Sending {
 impl Drop for Sending {
     fn drop(&mut self) {
         if crate::forked::is_forked() || !self.pair.destroy() {
-            // The device may read from them for good.
+            // The device may go on reading cells and slots for ever.
             std::mem::forget((self.cells.take(), self.slots.take()));
         }
     }
 }
 
-/// In the id of a request: a piece that is not a frame's last, or a receive request. It counts for no frame.
+/// Set in the id of a piece that is not a frame's last, and in that of a receive request: their completions count for no frame.
 const PIECE: u64 = 1 << 63;
 
 fn piece(at: *const u8, bytes: usize, key: u32) -> IbvSge {
     IbvSge { addr: at.expose_provenance() as u64, length: bytes as u32, lkey: key }
 }
 
-/// Of two pieces of memory, one behind the other, the part that begins so far from the first one's beginning. Returns in how many pieces it is.
+/// Takes the pieces of memory `from` as one behind the other, and puts the part of `bytes` bytes that begins at byte `skip` into `into`.
+/// Returns of how many pieces that part is.
 fn part_of(from: &[IbvSge], mut skip: usize, mut bytes: usize, into: &mut [IbvSge; 2]) -> usize {
     let mut count = 0;
     for piece in from {

@@ -178,9 +178,13 @@ impl Tensor {
         let end = start.and_then(|start| start.checked_add((len * size) as u64));
         match (start, end) {
             (Some(start), Some(_)) if start.is_multiple_of(align_of::<T>() as u64) => Ok((len, start)),
-            (Some(start), Some(_)) => Err(format!("{start:#x} is no address of a {}", T::DTYPE)),
+            (Some(start), Some(_)) => Err(format!(
+                "{start:#x} is no address of a {}, which is a multiple of {}",
+                T::DTYPE,
+                align_of::<T>()
+            )),
             _ => Err(format!(
-                "{len} elements, {} bytes after {data:#x}, lie beyond all memory",
+                "{len} elements, {} bytes after {data:#x}, end beyond the last address that there is",
                 self.tensor.byte_offset
             )),
         }

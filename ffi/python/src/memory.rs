@@ -260,7 +260,8 @@ fn aligned(start: *mut u8, dtype: DType) -> Result<(), No> {
         return Ok(());
     }
     Err(No::Problem(format!(
-        "its memory begins at {start:p}, which is no address of a {dtype}: copy it first"
+        "its memory begins at {start:p}, which is no address of a {dtype} (a multiple of {}): copy it first",
+        dtype.size()
     )))
 }
 

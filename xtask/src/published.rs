@@ -1,0 +1,88 @@
+//! What would be published, checked from the packed files alone: whatever was left out of a package is missed here.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use crate::journal::{Counts, Report};
+use crate::part::{OURS_ALONE, Ran};
+use crate::runner;
+
+/// Packs the packages, unpacks them as a workspace of its own below `target/`, and lets cargo check that. (`cargo package` itself builds each
+/// package, and what it depends on once more, which takes minutes.) What clippy has checked of others' crates before is not checked again,
+/// as the workspace has this one's lock file, profiles and target directory.
+pub(crate) fn check(root: &Path, limit: Duration) -> Ran {
+    let end = Instant::now() + limit;
+    let run = |command: Command| {
+        let left = end.saturating_duration_since(Instant::now());
+        runner::outcome(runner::execute(command, root, left, true), left)
+    };
+    let cargo = |arguments: &str| {
+        let mut cargo = Command::new(runner::cargo());
+        cargo.args(arguments.split_whitespace()).env("CARGO_INCREMENTAL", "0");
+        cargo
+    };
+    let folder = root.join("target/packages");
+    let failed = |why: String| {
+        let report = Report { names: vec![why.clone()], ..Report::default() };
+        Ran(format!("FAILED: {why}"), Counts { failed: 1, ..Counts::default() }, report)
+    };
+    if folder.exists()
+        && let Err(error) = fs::remove_dir_all(&folder)
+    {
+        return failed(format!("{}: {error}", folder.display()));
+    }
+    // `--allow-dirty`: this is about the packages, not about what has been committed.
+    let pack = format!(
+        "package --workspace {OURS_ALONE} --allow-dirty --no-metadata --no-verify --target-dir target/packages"
+    );
+    let ran = run(cargo(&pack));
+    if ran.1.failed > 0 {
+        return ran;
+    }
+    let unpacked = folder.join("unpacked");
+    let names = match unpack(&folder.join("package"), &unpacked) {
+        Ok(names) => names,
+        Err(error) => return failed(error),
+    };
+    if let Err(error) = workspace(root, &unpacked, &names) {
+        return failed(format!("{}: {error}", unpacked.display()));
+    }
+    run(cargo("check --workspace --target-dir target --manifest-path target/packages/unpacked/Cargo.toml"))
+}
+
+/// Unpacks what cargo has packed. The names of the folders, which are those of the packages with their versions.
+fn unpack(packed: &Path, to: &Path) -> Result<Vec<String>, String> {
+    let tell = |path: &Path, error: std::io::Error| format!("{}: {error}", path.display());
+    fs::create_dir_all(to).map_err(|error| tell(to, error))?;
+    let files = packed.read_dir().map_err(|error| tell(packed, error))?.flatten().map(|entry| entry.path());
+    let mut crates: Vec<PathBuf> =
+        files.filter(|path| path.extension().is_some_and(|end| end == "crate")).collect();
+    crates.sort();
+    for file in &crates {
+        let status = Command::new("tar").arg("-xzf").arg(file).arg("-C").arg(to).status();
+        match status {
+            Ok(status) if status.success() => {}
+            Ok(status) => return Err(format!("tar -xzf {}: {status}", file.display())),
+            Err(error) => return Err(format!("tar: {error}")),
+        }
+    }
+    Ok(crates.iter().filter_map(|file| Some(file.file_stem()?.to_str()?.to_owned())).collect())
+}
+
+/// Makes a workspace of the unpacked packages, each of which takes the others from here and not from the registry.
+fn workspace(root: &Path, folder: &Path, names: &[String]) -> std::io::Result<()> {
+    let manifest = fs::read_to_string(root.join("Cargo.toml"))?;
+    let profiles = manifest.split("\n[").filter(|table| table.starts_with("profile.dev"));
+    let profiles: String = profiles.map(|table| format!("[{table}\n")).collect();
+    let places = names.iter().filter_map(|folder| Some((folder.rsplit_once('-')?.0, folder)));
+    let places: String = places.map(|(name, folder)| format!("{name} = {{ path = {folder:?} }}\n")).collect();
+    fs::write(
+        folder.join("Cargo.toml"),
+        format!(
+            "[workspace]\nmembers = [\"*\"]\nresolver = \"3\"\n\n[patch.crates-io]\n{places}\n{profiles}"
+        ),
+    )?;
+    fs::copy(root.join("Cargo.lock"), folder.join("Cargo.lock")).map(|_| ())
+}
