@@ -23,7 +23,7 @@ pub(crate) fn ipc(gpu: &'static Gpu, mut second: Second) -> Result<Answer, Probl
     stream.fill(&memory, 0, BYTES)?;
     stream.synchronize()?;
     step("cuIpcGetMemHandle");
-    // SAFETY: memory of this context's.
+    // SAFETY: the memory was allocated in this context, and is not freed.
     let handle = match unsafe { gpu.cuda.ipc_get_mem_handle(memory.at) } {
         Ok(handle) => handle,
         Err(error) => return Ok(Answer::no(code(&error))),
@@ -62,7 +62,7 @@ pub(crate) fn ipc_second(gpu: &'static Gpu) -> Result<(), Problem> {
     unsafe { gpu.cuda.memset_d8_async(at, PATTERN, BYTES, stream.raw()) }?;
     stream.synchronize()?;
     step(WRITTEN);
-    // The memory stays mapped until this process ends. It ends when the first process, which is done by then, closes its input.
+    // The memory stays mapped until this process ends: that is when the first process has read it and closes this one's input.
     given().map(drop)
 }
 
@@ -73,10 +73,10 @@ pub(crate) struct Shared<const N: usize> {
 }
 
 impl<const N: usize> Shared<N> {
-    /// Registers the words here, and has the second process do the same. The inner error says which of them could not, and why.
+    /// Registers the words here, and has the second process do the same. The inner error says which of the two could not, and why.
     pub(crate) fn new(gpu: &'static Gpu, second: &mut Second) -> Result<Result<Self, String>, Problem> {
         step("registering memory that two processes map");
-        // The file has no name. The second process opens it through this process's directory in /proc, which is there as long as this process.
+        // The file has no name: the second process opens it through this process's directory in /proc, as long as this process lives.
         let file = memfd_create("allstream-doctor", MemfdFlags::CLOEXEC)?;
         ftruncate(&file, 1 << 16)?;
         let words = match gpu.shared_words(file.as_fd()) {
@@ -120,7 +120,7 @@ pub(crate) fn registration(gpu: &'static Gpu, mut second: Second) -> Result<Answ
     step("the other process's stream waits for a word of this process's stream");
     stream.write(to_stream, 1)?;
     let other = from_stream.reach(1, "the other stream's answer");
-    // Whether the answers came or not: no stream waits for these words any longer.
+    // Whatever the answers were, no stream and no host goes on waiting for a word.
     shared.words.iter().for_each(|word| word.set(Word::OPEN));
     second.end();
     let said = |answer: &Result<(), Problem>| match answer {

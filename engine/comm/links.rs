@@ -1,4 +1,4 @@
-//! What the links of a communicator are opened with.
+//! What the links of a communicator are opened with: sockets, a port for RDMA, and rings in the ranks' regions.
 
 use std::collections::HashMap;
 use std::net::TcpStream;
@@ -29,13 +29,13 @@ pub(crate) const CHANNELS: usize = 3;
 #[derive(Default)]
 pub(crate) struct ProcessRanks {
     regions: Mutex<HashMap<Rank, (Arc<Region>, MemoryLock)>>,
-    /// By communicator and rank of the world.
+    /// By communicator, and rank in the world.
     devices: Mutex<HashMap<(u64, Rank), Weak<PeerDevice>>>,
 }
 
 impl ProcessRanks {
-    /// Those of a world: the same for all its ranks in this process, for as long as one of them lives. A region stays
-    /// until then, so that what a rank sent before it left can still be read.
+    /// What the ranks of a world in this process know of each other: all of them share it, and it lives as long as one of them. It keeps
+    /// each rank's region until then, so that peers can still read what a rank sent before it left.
     pub(crate) fn of(world: [u8; 16]) -> Arc<ProcessRanks> {
         static ALL: Mutex<Vec<([u8; 16], Weak<ProcessRanks>)>> = Mutex::new(Vec::new());
         let mut all = ALL.lock();
@@ -56,7 +56,7 @@ impl ProcessRanks {
         self.regions.lock().get(&rank).cloned()
     }
 
-    /// A rank's device in a communicator, for the others to find as long as it is there.
+    /// Notes a rank's device in a communicator. The others find it for as long as the rank holds it.
     pub(crate) fn enter_device(&self, comm: u64, rank: Rank, device: &Arc<PeerDevice>) {
         let mut devices = self.devices.lock();
         devices.retain(|_, device| device.strong_count() > 0);
@@ -68,7 +68,7 @@ impl ProcessRanks {
     }
 }
 
-/// Sockets that peers have opened, until the link that wants them looks.
+/// Data connections that peers have opened, each until the link that receives from it asks for it.
 #[derive(Default)]
 pub(crate) struct Sockets(Mutex<HashMap<(CommId, Rank, u8), TcpStream>>);
 
@@ -86,7 +86,7 @@ impl Sockets {
         self.0.lock().remove(&(comm, from, channel))
     }
 
-    /// Closes those of a communicator that nobody will want.
+    /// Closes the sockets of a communicator that has ended here, which no link will ask for.
     pub(crate) fn forget(&self, comm: CommId) {
         self.0.lock().retain(|(c, ..), _| *c != comm);
     }
@@ -100,11 +100,11 @@ pub(crate) struct Topology {
     pub(crate) region: Arc<Region>,
     pub(crate) progress_thread: Arc<ProgressThread>,
     pub(crate) mates: Arc<ProcessRanks>,
-    /// What joins this rank to each other one. Our own entry is not looked at.
+    /// By rank in the world: the kind of the links to that rank. No link is opened by our own entry.
     pub(crate) links: Vec<&'static LinkKind>,
     pub(crate) mesh: Weak<Mesh>,
     pub(crate) sockets: Arc<Sockets>,
-    /// What links over RDMA go through, where the ranks have chosen those.
+    /// The port that this rank's links over RDMA go through, if it has such links.
     card: Option<Arc<Card>>,
     /// Peers' regions, mapped when first needed.
     mapped: Vec<OnceLock<(Arc<Region>, Doorbell)>>,
@@ -129,7 +129,8 @@ impl Topology {
         Topology { world, rank, region, progress_thread, mates, links, mesh, sockets, card, mapped }
     }
 
-    /// Whether a rank, not this one, writes to the rings of this rank's that it reads from.
+    /// Whether a rank is another one that shares memory with this rank. Such a rank reads from rings in this rank's region, and writes there
+    /// which frames it has released.
     pub(crate) fn is_near(&self, peer: Rank) -> bool {
         peer != self.rank && self.links[peer].lends != Lends::Nothing
     }
@@ -144,7 +145,7 @@ impl Topology {
         if let Some(reached) = self.mapped[peer].get() {
             return Ok(reached.clone());
         }
-        // All ranks are told of it, so it says which one had the trouble.
+        // All ranks are told of an error here, so its text names the rank that had the trouble.
         let opening = || format!("on rank {} of the world, open the link to rank {peer}", self.rank);
         let open = || Error::system(opening(), "this rank has left the world");
         let reached = if self.links[peer].lends == Lends::Anything {
@@ -175,18 +176,18 @@ impl Topology {
 
 /// The links of one communicator.
 pub(crate) struct CommLinks {
-    /// The communicator for which the rings were made: also its later generations open links under this name.
+    /// The communicator for which the rings were made. Later communicators that take its rings up again open links under its name, too.
     pub(crate) comm: CommId,
     /// Our rank in the communicator.
     pub(crate) rank: Rank,
-    /// World rank by rank.
+    /// By rank in the communicator: the rank in the world.
     pub(crate) members: Vec<Rank>,
     /// Where each member's rings begin in its own region.
     pub(crate) blocks: Vec<u64>,
     pub(crate) topology: Arc<Topology>,
 }
 
-/// Bytes of a member's rings: one per channel and peer.
+/// Bytes of one member's rings: it has one for each channel and member.
 pub(crate) fn block_bytes(size: usize) -> usize {
     CHANNELS * size * RING_BYTES
 }

@@ -45,11 +45,9 @@ type Prepared = Result<Letter, (Error, ErasedBufs)>;
 fn pair(send: Prepared, recv: Prepared) -> (Prepared, Prepared) {
     // Each pair gets a number that no other pair has, so a half is never matched with another call's half.
     static NUMBERS: AtomicU64 = AtomicU64::new(0);
-    let (send, recv) = match (send, recv) {
+    let (send, recv) = match both_or_none(send, recv) {
         (Ok(send), Ok(recv)) => (send, recv),
-        (Ok(send), Err((error, buf))) => return (Err((error.clone(), send.held)), Err((error, buf))),
-        (Err((error, buf)), Ok(recv)) => return (Err((error.clone(), buf)), Err((error, recv.held))),
-        both => return both,
+        refused => return refused,
     };
     let ((sent, sends), (received, receives)) = (send.size(), recv.size());
     if (sent, sends) != (received, receives) {
@@ -66,6 +64,27 @@ fn pair(send: Prepared, recv: Prepared) -> (Prepared, Prepared) {
     (Ok(send.half_of(number)), Ok(recv.half_of(number)))
 }
 
+/// If one of two messages cannot be carried out, refuses the other for the same reason: whoever waits for both would wait for the deadline.
+fn both_or_none(send: Prepared, recv: Prepared) -> (Prepared, Prepared) {
+    match (send, recv) {
+        (Ok(send), Err((error, buf))) => (Err((error.clone(), send.held)), Err((error, buf))),
+        (Err((error, buf)), Ok(recv)) => (Err((error.clone(), buf)), Err((error, recv.held))),
+        both => both,
+    }
+}
+
+/// The same of several messages.
+fn all_or_none(messages: &mut [Option<Prepared>]) {
+    let refusal = |message: &Option<Prepared>| Some(message.as_ref()?.as_ref().err()?.0.clone());
+    let Some(error) = messages.iter().find_map(refusal) else { return };
+    for message in messages {
+        *message = message.take().map(|message| match message {
+            Ok(letter) => Err((error.clone(), letter.held)),
+            refused => refused,
+        });
+    }
+}
+
 /// A message's buffer without its type, and where its elements lie.
 struct Content {
     raw: RawBuf,
@@ -79,8 +98,8 @@ impl Content {
 }
 
 impl Call<'_> {
-    /// Checks a message. A buffer on a device is also staged: its copies to or from the host begin. Or, if a library moves the message from
-    /// device to device, the message waits for what the buffer's stream holds now.
+    /// Checks a message. If its buffer is on a device and goes through host memory, prepares the copies; those of a send begin now. A message
+    /// that a library moves from device to device needs no copies: it only waits for what the buffer's stream holds now.
     fn letter(&self, envelope: Envelope, content: Content) -> Prepared {
         let (n, Envelope { direction, peer, tag }) = (self.size(), envelope);
         let Content { raw, mut held } = content;
@@ -174,21 +193,20 @@ impl Call<'_> {
         self.post(self.letter(envelope, content))
     }
 
-    /// Submits a send and a receive. If this rank is the peer of either, both are refused if one is; else each is refused by itself.
+    /// Submits a send and a receive, or neither if one of them is refused.
     fn exchange(&self, send: Content, to: Rank, recv: Content, from: Rank) -> (Submitted, Submitted) {
         let tag = self.tag;
         let refusal = match (self.is_self(to), self.is_self(from)) {
-            (true, true) => no_room(self.side.0, "send_recv", 2),
             (true, false) => Some(self.alone(Direction::Send)),
             (false, true) => Some(self.alone(Direction::Recv)),
-            (false, false) => None,
+            _ => no_room(self.side.0, "send_recv", 2),
         };
         let (send, recv) = match refusal {
             Some(error) => (Err((error.clone(), send.held)), Err((error, recv.held))),
             None => {
                 let send = self.letter(Envelope { direction: Direction::Send, peer: to, tag }, send);
                 let recv = self.letter(Envelope { direction: Direction::Recv, peer: from, tag }, recv);
-                if self.is_self(to) { pair(send, recv) } else { (send, recv) }
+                if self.is_self(to) { pair(send, recv) } else { both_or_none(send, recv) }
             }
         };
         // The receive is posted first, so that what the peer sends at the same moment finds it.
@@ -196,11 +214,11 @@ impl Call<'_> {
         (self.post(send), recv)
     }
 
-    /// Submits several messages, in order. One of this rank to itself without its other half is refused. If there are such messages with both
-    /// halves, all messages of the call are refused where the queue has no room for all.
+    /// Submits several messages, in order, or none of them if one is refused. A send to this rank itself, or a receive from it, is refused if
+    /// its other half is missing.
     fn several(&self, messages: Vec<(Envelope, Content)>) -> Vec<Submitted> {
         let pairs = self.pairs(&messages);
-        let full = if pairs.is_empty() { None } else { no_room(self.side.0, "send_recv", messages.len()) };
+        let full = no_room(self.side.0, "batch", messages.len());
         let mut paired = vec![false; messages.len()];
         pairs.iter().for_each(|(send, recv)| (paired[*send], paired[*recv]) = (true, true));
         let prepared = messages.into_iter().zip(paired).map(|((envelope, content), paired)| match &full {
@@ -217,6 +235,7 @@ impl Call<'_> {
                 (letters[send], letters[recv]) = (Some(sends), Some(receives));
             }
         }
+        all_or_none(&mut letters);
         letters.into_iter().flatten().map(|letter| self.post(letter)).collect()
     }
 
@@ -285,7 +304,7 @@ calls! {
     /// there already. A larger one moves only once the receiver has called `recv`. So two ranks that both *await* a large `send`
     /// before they call `recv` wait for each other until the deadline, whose error says so: submit the send and the receive
     /// before awaiting either, or use [`batch`](Self::batch). A send to this rank itself is refused, as is a receive from it:
-    /// for that call [`send_recv`](Self::send_recv) or [`batch`](Self::batch), which have both halves.
+    /// [`send_recv`](Self::send_recv) and [`batch`](Self::batch) do that, with both halves in one call.
     fn send [B: Buf] (buf: B, to: Rank) -> Work<B>
         = |call| Work::new(call.message(Direction::Send, to, Content::of(buf)), one::<B>);
 

@@ -11,7 +11,7 @@ use crate::error::Error;
 use crate::link::{kinds, verbs};
 use crate::types::{LinkClass, Rank};
 
-/// A registry of this process's communicators by name. It tells whether a name has one, and this process's rank and the size of it.
+/// A registry of this process's communicators by name. For a name it tells whether there is one, its size, and this process's rank in it.
 ///
 /// Each process has its own registry, and names are not compared between ranks. A process that is no member of a group
 /// inserts nothing under the group's name, so its queries find nothing. A registry can be a value, or a `static` of the process:
@@ -128,7 +128,7 @@ pub struct BackendStatus {
     pub available: Result<(), Error>,
 }
 
-/// All backends, and whether this build and this machine have each. What links need, as shared memory or a port to listen on, is tried.
+/// All backends, and for each whether this build and this machine have it. Tries what links need, such as a listening socket.
 pub fn backends() -> Vec<BackendStatus> {
     let others = [
         (Backend::Cuda, crate::device::driver().map(drop)),

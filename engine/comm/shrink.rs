@@ -17,11 +17,11 @@ impl Comm {
     /// Goes on without the ranks that are lost. Gives a communicator of the survivors, in their old order and renumbered from 0, and a
     /// [`Verdict`] that says who survived and who is lost. As `MPIX_Comm_revoke` and `MPIX_Comm_shrink` of ULFM in one.
     ///
-    /// Every survivor calls it once, when a call has failed. The first rank that shrinks ends this communicator on all ranks, so a rank that
-    /// has noticed nothing yet finds its next call failing, and shrinks then. Before this returns, all operations in flight here have failed
-    /// and given up their buffers, unless the deadline comes first. The new communicator is of the same world: it needs no address, no token
-    /// and no launcher. It makes no difference which ranks died (rank 0 or a whole host, too), and other groups of survivors stay as they
-    /// are. If nobody was lost, as after a timeout or an [`abort`](Self::abort), all ranks go on.
+    /// Every survivor calls it once, when a call has failed. The first rank that shrinks ends this communicator on all ranks, so a rank
+    /// that has noticed nothing yet finds its next call failing, and shrinks then. Before this returns, all operations in flight here have
+    /// ended and given their buffers back, unless the deadline comes first. The new communicator is of the same world: it needs no address,
+    /// no token and no launcher. It makes no difference which ranks died (rank 0 or a whole host, too), and other groups of survivors stay
+    /// as they are. If nobody was lost, as after a timeout or an [`abort`](Self::abort), all ranks go on.
     ///
     /// ```no_run
     /// # use allstream::{Comm, Error};

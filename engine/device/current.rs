@@ -1,8 +1,8 @@
 //! Which CUDA context is a thread's current one.
 //!
-//! Whoever calls the driver on a context enters the context before (pushes it) and leaves it after (pops it): the thread may be a user's, who
-//! expects to find the user's own context. A thread that is about to make many calls makes them within [`keep`]: the first context that a
-//! call enters then stays entered until all calls are made, and other calls on the same context need not enter it.
+//! The engine enters (pushes) a context before a call of the driver that needs it, and leaves (pops) it afterwards: the thread may be a
+//! user's, whose own context must then be current again. A thread that is about to make many calls makes them within [`keep`]: the first
+//! context that a call enters then stays entered until all calls are made, and other calls in the same context need not enter it.
 
 use std::cell::Cell;
 use std::marker::PhantomData;
@@ -17,7 +17,7 @@ struct Here {
     keeps: u32,
     /// The context that stays entered until the outermost [`keep`] ends, once one has been entered.
     kept: Option<Retained>,
-    /// How many other entries are not left yet: above `kept`, if there is one.
+    /// How many contexts besides `kept` are entered and not left yet. They lie above it.
     above: u32,
 }
 
@@ -32,13 +32,13 @@ fn change(change: impl FnOnce(&mut Here)) {
 }
 
 fn leave(of: Retained) {
-    // SAFETY: pops what was pushed on this thread (`Held` cannot leave it, and nobody else pops ours).
+    // SAFETY: pops what was pushed on this thread (`Held` cannot go to another thread, and nobody else pops ours).
     if let Err(error) = unsafe { of.cuda.ctx_pop_current() } {
         warn(of.ordinal, "leave a device, which stays current on this thread", &error);
     }
 }
 
-/// A primary context that somebody has retained, and the driver's functions to enter and leave it with.
+/// A context that is retained, and the driver by which it is entered and left.
 #[derive(Clone, Copy)]
 pub(super) struct Retained {
     pub(super) context: CuContext,
@@ -47,10 +47,10 @@ pub(super) struct Retained {
     pub(super) ordinal: usize,
 }
 
-/// Proof that a context was entered on this thread and is not left before this is dropped.
+/// A context is this thread's current one as long as this is there.
 pub(super) struct Held {
     of: Retained,
-    /// Whether the drop of this leaves the context. If not, [`keep`] does.
+    /// Whether dropping this leaves the context. If not, the end of [`keep`] does.
     leaves: bool,
     /// Keeps this on its thread: it is not `Send`.
     _here: PhantomData<*const ()>,
@@ -75,7 +75,7 @@ impl Held {
         Ok(Held { of, leaves: false, _here: PhantomData })
     }
 
-    /// Enters the context even if it is the kept one. The drop leaves it.
+    /// Enters the context even if it is the kept one. Dropping the result leaves it.
     ///
     /// # Safety
     /// The context stays retained until this is dropped.
@@ -110,8 +110,8 @@ impl Drop for Keeping {
     }
 }
 
-/// Runs `work`. The first context that `work` enters stays entered until `work` has ended. User code must not run in `work`: it would find
-/// that context in place of its own.
+/// Runs `work`. The first context that `work` enters stays entered until the outermost call of this on the thread ends. `work` must not run
+/// user code, which would find that context in place of its own.
 pub(crate) fn keep<T>(work: impl FnOnce() -> T) -> T {
     change(|here| here.keeps += 1);
     let _keeping = Keeping(PhantomData);

@@ -38,12 +38,12 @@ impl Packing<'_> {
         Ok(OnDevice { buf, packed: PackedAt { place, table } })
     }
 
-    /// Puts copies on `stream` that bring the gradients back out of the buffer, behind what the buffer's own stream holds now. The streams of
-    /// the gradients and of the buffer do not wait for these copies yet: the caller makes them wait ([`Emptied::streams`]).
+    /// Puts a kernel on `stream` that copies the gradients back out of the buffer, behind what the buffer's own stream holds now. The streams
+    /// of the gradients and of the buffer do not wait for the copies yet: the caller makes them wait ([`Emptied::streams`]).
     ///
     /// # Safety
-    /// - `packed` is what `fill` gave for this packing and these gradients. The buffer that came with it still exists: the caller has it, or
-    ///   an operation that is on the buffer's stream;
+    /// - `packed` is what `fill` gave for this packing and these gradients. The buffer that came with it still exists: the caller owns it, or
+    ///   an operation that is on the buffer's stream owns it;
     /// - nobody has used the gradients since `fill`, and nobody uses them or frees the buffer before those streams wait for the copies.
     pub(crate) unsafe fn empty<B: Buf>(
         &self,
@@ -56,7 +56,7 @@ impl Packing<'_> {
             stream.wait_event(&place.stream.point()?)?;
         }
         // SAFETY: the buffer has `len` elements of this type (`fill`) and exists, as the caller promises. `stream` is the buffer's own or has
-        // just been made to wait for it. The buffer's stream holds the kernel that packed the gradients, behind all that was on theirs.
+        // just been made to wait for it. On the buffer's stream is the kernel that packed the gradients, behind what was on theirs.
         unsafe { unpack_on_device(stream, (&place, self.bytes()), &table) }?;
         Ok(Emptied { parts, whole: place.fate, packed_on: place.stream, _table: table })
     }
@@ -83,7 +83,7 @@ pub(crate) struct OnDevice {
     pub(crate) packed: PackedAt,
 }
 
-/// Where a packed buffer lies, kept for while an operation owns the buffer, and the table by which its parts are copied back.
+/// Where a packed buffer lies, known also while an operation owns the buffer, and the table by which its parts are copied back.
 pub(crate) struct PackedAt {
     place: DevicePlace,
     table: Table,
@@ -102,8 +102,8 @@ pub(crate) struct Emptied {
     /// The operations that the contents of the packed buffer depend on.
     whole: Option<Arc<Fate>>,
     packed_on: DeviceStream,
-    /// The kernel that copies back reads this table, whose memory is freed in the order of the packed buffer's stream. So it is dropped only
-    /// when that stream waits for the kernel.
+    /// The kernel that copies back reads this table, whose memory is freed in the order of the packed buffer's stream. So it
+    /// must not be dropped before that stream waits for the kernel.
     _table: Table,
 }
 

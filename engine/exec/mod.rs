@@ -21,6 +21,7 @@ pub(crate) mod quarantine;
 mod run;
 mod runtime;
 pub(crate) mod slicing;
+mod sources;
 mod timed;
 
 pub(crate) use crate::link::Opener;

@@ -17,13 +17,14 @@ use parking_lot::Mutex;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, epoll, eventfd};
 use rustix::net::{AddressFamily, RecvFlags, SocketFlags, SocketType, recv, socketpair};
 
+use super::sources::{self, Sources};
 use super::{Progress, quarantine};
 use crate::commands::never_block_here;
 use crate::error::Error;
 use crate::forked;
 use crate::link::exit::Lease;
 use crate::link::region::Region;
-use crate::link::{Interest, Poller, Reactor};
+use crate::link::{Interest, Poller, Reactor, Source};
 use crate::trace::log::LOG;
 
 /// The progress thread spins this long without progress before it sleeps, where there are cores to spare.
@@ -83,6 +84,7 @@ pub(crate) struct ProgressThread {
     /// for itself that it must not block.
     doorbell: Arc<OwnedFd>,
     epoll: OwnedFd,
+    sources: Sources,
     /// What is asked in each pass over work that nobody else drives, and whether there is any.
     pollers: Mutex<Vec<Weak<dyn Poller>>>,
     asks: AtomicBool,
@@ -134,8 +136,12 @@ impl Reactor for ProgressThread {
             Interest::Readable => epoll::EventFlags::IN,
             Interest::Writable => epoll::EventFlags::OUT,
         };
-        epoll::add(&self.epoll, fd, epoll::EventData::new_u64(1), flags | epoll::EventFlags::ET)
+        epoll::add(&self.epoll, fd, epoll::EventData::new_u64(sources::LINK), flags | epoll::EventFlags::ET)
             .map_err(|e| Error::system("watch a link's descriptor", e))
+    }
+
+    fn listen(&self, fd: BorrowedFd<'_>, source: Weak<dyn Source>) -> Result<(), Error> {
+        self.sources.add(&self.epoll, fd, source)
     }
 
     fn ask(&self, poller: Weak<dyn Poller>) {
@@ -159,7 +165,8 @@ impl ProgressThread {
             socketpair(AddressFamily::UNIX, SocketType::DGRAM, SocketFlags::CLOEXEC, None).map_err(doing)?;
         let poll = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(doing)?;
         for fd in [&wake, &rung] {
-            epoll::add(&poll, fd, epoll::EventData::new_u64(0), epoll::EventFlags::IN).map_err(doing)?;
+            epoll::add(&poll, fd, epoll::EventData::new_u64(sources::WAKE), epoll::EventFlags::IN)
+                .map_err(doing)?;
         }
         Ok(ProgressThread {
             endpoints: Mutex::new(Vec::new()),
@@ -169,6 +176,7 @@ impl ProgressThread {
             rung,
             doorbell: Arc::new(doorbell),
             epoll: poll,
+            sources: Sources::default(),
             pollers: Mutex::default(),
             asks: AtomicBool::new(false),
             waker: OnceLock::new(),
@@ -363,6 +371,7 @@ impl ProgressThread {
                 let spec = if is_short { Some(Timespec { tv_sec: 0, tv_nsec: 0 }) } else { spec };
                 events.clear();
                 let _ = epoll::wait(&self.epoll, rustix::buffer::spare_capacity(events), spec.as_ref());
+                self.sources.read(events);
             }
         }
         self.state.store(AWAKE, Ordering::Release);

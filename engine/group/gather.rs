@@ -33,10 +33,10 @@ use crate::types::Rank;
 /// Once the table is known, everyone is there: connecting takes at most this, or what is left of the
 /// rendezvous timeout if that is more.
 const CONNECTING: Duration = Duration::from_secs(10);
-/// When a rank gives up, pairs that are nearly settled may still become such.
+/// How long a rank that gives up still waits for connections that are about to become pairs.
 const SETTLING: Duration = Duration::from_millis(100);
 
-/// What is settled before anything is delivered.
+/// What a rank has when it is connected to all others. The mesh is made from it, and only then delivers anything.
 pub(super) struct Joined {
     pub(super) table: Table,
     pub(super) token: Token,
@@ -47,8 +47,8 @@ pub(super) struct Joined {
     pub(super) deadline: Instant,
 }
 
-/// Where the ranks meet, and the secret: what is not said in the rendezvous itself is found in rank 0's note, which is to be kept until
-/// all have met.
+/// The same rendezvous with the address where the ranks meet, and the secret. If it names a note, rank 0 leaves both there, and the others
+/// read them. Rank 0 keeps the returned [`note::Left`] until all ranks have met, as dropping it removes the note.
 pub(super) async fn settled(rendezvous: Rendezvous) -> Result<(Rendezvous, Option<note::Left>), Error> {
     match rendezvous.note.clone() {
         Some(path) => note::settle(rendezvous, &path).await,
@@ -56,7 +56,7 @@ pub(super) async fn settled(rendezvous: Rendezvous) -> Result<(Rendezvous, Optio
     }
 }
 
-/// What a rank meets the others with, and the secret.
+/// The address where the ranks meet, and the secret.
 fn parts(rendezvous: &Rendezvous) -> Result<(&Address, Token), Error> {
     let address = rendezvous.address.as_ref().ok_or_else(|| rendezvous.error("no address was given"))?;
     let token = rendezvous.token.clone().ok_or_else(|| {
@@ -65,7 +65,8 @@ fn parts(rendezvous: &Rendezvous) -> Result<(&Address, Token), Error> {
     Ok((address, token))
 }
 
-/// Tells the others that this rank cannot take part, so that they do not wait for it. Where they cannot be told soon, they are not.
+/// Tells the others that this rank cannot take part, and why (`unfit`), so that they do not wait for it. It may take the rendezvous timeout
+/// until rank 0's note is there; the rest takes [`LINGER`] at most.
 pub(super) async fn decline(rendezvous: Rendezvous, unfit: String) -> Result<(), Error> {
     let (rendezvous, _note) = settled(rendezvous).await?;
     let (address, token) = parts(&rendezvous)?;
@@ -77,7 +78,7 @@ pub(super) async fn decline(rendezvous: Rendezvous, unfit: String) -> Result<(),
     me.meet().await.map(drop)
 }
 
-/// Meets the others and connects to all.
+/// Meets the other ranks and connects to all of them. Calls `named` with the world's name before any rank is connected to this one.
 pub(super) async fn gather(
     rendezvous: &Rendezvous,
     local_fds: Vec<OwnedFd>,
@@ -103,7 +104,7 @@ pub(super) async fn gather(
         unfit: None,
     };
     let formed = me.meet().await?;
-    // Before there is a door: whoever is connected to this rank comes after.
+    // This rank lets nobody in before the door below is there.
     named(formed.table.world);
 
     let deadline = deadline.max(Instant::now() + CONNECTING);
@@ -118,7 +119,7 @@ pub(super) async fn gather(
         None => None,
     };
     let (verdict_in, verdict) = card.as_ref().map(|_| oneshot::channel()).unzip();
-    // Dropped before `done` it tells the others that this rank is gone.
+    // If this is dropped before `done` is called, the others hear that this rank is gone.
     let mut connecting = Some(formed.registered.watch(&mut service, gave_up.clone(), verdict_in));
     let closed = OnceLock::new();
     let door =
@@ -134,7 +135,7 @@ pub(super) async fn gather(
     let pairing = Pairing { rank, table, token: token_of_pairs, link, fds: fds_offered, card, deadline };
     let pairing = Arc::new(pairing);
     let mut pending = JoinSet::new();
-    // Held for when no descriptor is left: to say so takes one.
+    // A descriptor in reserve: a rank that gives up because it has none left needs one to tell the others.
     let spare = std::fs::File::open("/dev/null");
     for (peer, control) in controls.into_iter().enumerate() {
         let side = match (control, fds[peer].take()) {
@@ -150,7 +151,7 @@ pub(super) async fn gather(
         pending.spawn(async {
             match verdict.await {
                 Ok(tried) => Ok(Settled::Rdma(tried)),
-                // A rank gave up: the task below says so.
+                // A rank has given up, and the task below reports that.
                 Err(_) => std::future::pending().await,
             }
         });
@@ -175,7 +176,8 @@ pub(super) async fn gather(
             let error = rendezvous.error(failed.shown(rank));
             let _ = door.closed.set(failed.shown(Rank::MAX));
             drop(spare);
-            // A pair that the other side takes for one, which may have joined, is told as one.
+            // A connection that is about to become a pair here may be one for the other rank already, and that rank may have joined the
+            // world. So this rank makes it a pair, too, and `farewell` tells the other rank over it.
             let soon = Instant::now() + SETTLING;
             while let Ok(Some(end)) = timeout_at(soon, pending.join_next()).await {
                 if let Ok(Ok(Settled::Pair(pair))) = end {
@@ -202,7 +204,7 @@ pub(super) async fn gather(
 /// What a rank waits for while the ranks connect.
 enum Settled {
     Pair(Pair),
-    /// From rank 0, once all ranks are connected, where they try RDMA.
+    /// Where the ranks try RDMA: whether links use it. Rank 0 says so once all ranks are connected to each other.
     Rdma(Tried),
 }
 
@@ -235,7 +237,7 @@ async fn all_pairs(
     Ok(())
 }
 
-/// Waits until rank 0 says whether links go over RDMA: it does when all are connected.
+/// Waits until rank 0 says whether links go over RDMA. Rank 0 says so once all ranks are connected to each other.
 async fn told(pending: &mut Pending, rank: Rank, deadline: Instant) -> Result<Tried, Failed> {
     match timeout_at(deadline, pending.join_next()).await {
         Ok(Some(Ok(Ok(Settled::Rdma(tried))))) => Ok(tried),
@@ -250,7 +252,7 @@ async fn told(pending: &mut Pending, rank: Rank, deadline: Instant) -> Result<Tr
 
 type Sender<T> = Mutex<Option<oneshot::Sender<T>>>;
 
-/// A place for something from each higher rank, which dials this one.
+/// For each higher rank, as higher ranks dial this one: a channel for the one thing that this rank awaits from it. For lower ranks: nothing.
 fn awaited<T>(rank: Rank, size: usize) -> (Vec<Sender<T>>, Vec<Option<oneshot::Receiver<T>>>) {
     let one = |peer| {
         let (tell, told) = oneshot::channel();

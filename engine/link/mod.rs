@@ -392,11 +392,20 @@ pub(crate) trait Poller: Send + Sync {
     fn poll(&self) -> bool;
 }
 
+/// What the progress thread reads itself when a descriptor has become readable.
+pub(crate) trait Source: Send + Sync {
+    /// Takes all that the descriptor has to tell. Does not block.
+    fn read(&self);
+}
+
 /// Where links say what the progress thread, while it sleeps, is to be woken by.
 pub(crate) trait Reactor: Send + Sync {
     /// Wakes the progress thread whenever this descriptor becomes readable or writable: each time that it changes, not for as long as it
     /// is. It is watched until all descriptors of what it stands for are closed, also those of other processes.
     fn watch(&self, fd: BorrowedFd<'_>, interest: Interest) -> Result<(), Error>;
+    /// Has the progress thread call [`Source::read`] when this descriptor has become readable, as soon as it sleeps or was about to. `source` is kept by its
+    /// owner: once that has dropped it, nothing is called any more.
+    fn listen(&self, fd: BorrowedFd<'_>, source: Weak<dyn Source>) -> Result<(), Error>;
     /// From now on this is asked in each pass of the progress thread over work that only the progress thread looks after, and then the progress thread sleeps for
     /// microseconds only. It ends when nobody else has the poller any more.
     #[cfg_attr(not(any(test, feature = "testing")), allow(dead_code))] // So far by a link for tests alone: `testing/late.rs`.

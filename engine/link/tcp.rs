@@ -422,13 +422,16 @@ mod tests {
     use super::*;
     use crate::types::Signature;
 
-    use crate::link::Poller;
+    use crate::link::{Poller, Source};
     use std::os::fd::BorrowedFd;
     use std::sync::Weak;
 
     struct NoReactor;
     impl Reactor for NoReactor {
         fn watch(&self, _: BorrowedFd<'_>, _: Interest) -> Result<(), Error> {
+            Ok(())
+        }
+        fn listen(&self, _: BorrowedFd<'_>, _: Weak<dyn Source>) -> Result<(), Error> {
             Ok(())
         }
         fn ask(&self, _: Weak<dyn Poller>) {}

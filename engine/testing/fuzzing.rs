@@ -32,7 +32,7 @@ use crate::link::region::{REGION_BYTES, Region};
 use crate::link::tcp::{FRAME, TcpRx};
 pub use crate::link::verbs::fuzzing::peer as rdma_peer;
 use crate::link::{
-    Frame, HEADER_BYTES, Header, INLINE, Interest, LinkRx, LinkTx, Poller, Posted, Reactor, SLOT,
+    Frame, HEADER_BYTES, Header, INLINE, Interest, LinkRx, LinkTx, Poller, Posted, Reactor, SLOT, Source,
 };
 use crate::plan::{self, Algo, INPUT, Kind, OUTPUT, Program, Shape, Slot};
 use crate::types::{DType, KIND_P2P, NO_OP, Rank, ReduceOp, Signature};
@@ -82,6 +82,9 @@ struct NoReactor;
 
 impl Reactor for NoReactor {
     fn watch(&self, _: BorrowedFd<'_>, _: Interest) -> Result<(), Error> {
+        Ok(())
+    }
+    fn listen(&self, _: BorrowedFd<'_>, _: Weak<dyn Source>) -> Result<(), Error> {
         Ok(())
     }
     fn ask(&self, _: Weak<dyn Poller>) {}

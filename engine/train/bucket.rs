@@ -172,9 +172,17 @@ impl<B: Buf> Bucket<B> {
         let places = std::mem::take(&mut self.places);
         for (pack, packed) in self.packs.iter().zip(places) {
             let stream = packed.stream().clone();
-            let emptied = pack.emptied_on_device(&stream, packed, bufs)?;
-            emptied.ordered_after(&stream)?;
-            emptied.share_fate();
+            let emptied = pack.emptied_on_device(&stream, packed, bufs);
+            let ordered = emptied.and_then(|emptied| emptied.ordered_after(&stream).map(|()| emptied));
+            match ordered {
+                Ok(emptied) => emptied.share_fate(),
+                Err(error) => {
+                    if stream.synchronize().is_err() {
+                        pack.leak(bufs);
+                    }
+                    return Err(error);
+                }
+            }
         }
         self.packed.clear();
         Ok(())
@@ -355,10 +363,11 @@ impl<B: Buf> Bucket<B> {
             Ok(emptied) => emptied,
             Err(error) => {
                 let (buf, _) = parts(ordered.wait());
-                // Some gradients may be being copied back. Where nobody can tell when that is over, all buffers of the operation are leaked.
+                // Some gradients may be being copied back. Where nobody can tell when that is over, they and all buffers of the operation are leaked.
                 let buf = match stream.synchronize() {
                     Ok(()) => buf,
                     Err(_) => {
+                        self.packs.iter().for_each(|pack| pack.leak(grads));
                         std::mem::forget(buf);
                         None
                     }

@@ -1,4 +1,4 @@
-//! The operators that fold.
+//! The operators of reductions.
 
 use std::fmt;
 use std::str::FromStr;
@@ -27,25 +27,25 @@ pub enum ReduceOp {
     BitXor = 7,
 }
 
-/// What completes an average over `ranks` ranks: its sum is divided by their number. Where each operand was halved `halved` times before, so
-/// that no sum on the way left the range of its type, the division makes up for that.
+/// How an average over `ranks` ranks is completed: the sum is divided by `ranks`. Each operand may have been halved `halved` times
+/// beforehand, to keep the sums on the way within the range of their type. Then the sum is divided by `ranks / 2^halved`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Finish {
     /// How many ranks have given an operand.
     pub ranks: u32,
-    /// How many times each operand was halved, 126 at most. Of integers, which are not, 0.
+    /// How many times each operand was halved: 126 at most, and 0 for integers, which are never halved.
     pub halved: u8,
 }
 
 impl From<u32> for Finish {
-    /// Of operands as they are.
+    /// Completes an average of operands that were not halved.
     fn from(ranks: u32) -> Finish {
         Finish { ranks, halved: 0 }
     }
 }
 
 impl Finish {
-    /// The power of two that operands were multiplied by.
+    /// `2^-halved`: what each operand was multiplied by when it was halved.
     pub(crate) fn power(self) -> f32 {
         f32::from_bits((127 - u32::from(self.halved.min(126))) << 23)
     }
@@ -89,7 +89,7 @@ impl ReduceOp {
         ReduceOp::ALL.into_iter().find(|op| op.name() == name)
     }
 
-    /// What the operator divides by where that completes it, if that changes anything.
+    /// `finish`, if this operator divides by it: if it is the average, over two ranks or more. Else `None`.
     pub fn divides(self, finish: Option<Finish>) -> Option<Finish> {
         finish.filter(|finish| self == ReduceOp::Avg && finish.ranks > 1)
     }

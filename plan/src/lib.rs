@@ -2,7 +2,7 @@
 //!
 //! [`plan`] makes one rank's [`Plan`]; [`Program::compile`] adds what an executor needs to run it;
 //! [`check::check`] runs the plans of all ranks symbolically, without any buffering, and says exactly
-//! what is wrong with them; [`choose::choose`] picks an algorithm. Nothing here does I/O or knows of bytes.
+//! what is wrong with them; [`choose::choose`] picks an algorithm. Nothing here does I/O or touches a buffer.
 
 pub mod check;
 pub mod choices;
@@ -54,8 +54,8 @@ pub const MOST_RANKS: usize = 1 << 16;
 
 /// One rank's plan of `kind` by `algo`.
 ///
-/// Out of place it reads [`INPUT`] and writes [`OUTPUT`]; in place it uses only [`OUTPUT`], which holds the
-/// input at the start. Chunks of the slots:
+/// Out of place the plan reads [`INPUT`] and writes [`OUTPUT`]; in place it uses only [`OUTPUT`] of these two, which holds the
+/// input at the start. How these slots are cut into chunks ([`Layout`]):
 ///
 /// | collective | input | output | in place |
 /// |---|---|---|---|
@@ -65,19 +65,20 @@ pub const MOST_RANKS: usize = 1 << 16;
 /// | reduce_scatter | `Blocks{n}` | `Split{1}` | output `Blocks{n}`, the result is block `rank` |
 /// | gather | `Split{1}` | the root: `Blocks{n}`; others, never touched: `Split{1}` | the root's input is block `root`, the others' output `Split{1}` is their input |
 /// | scatter | the root: `Blocks{n}`; others, never touched: `Split{1}` | `Split{1}` | the root's output `Blocks{n}` is its input and its result stays block `root`; others: `Split{1}` |
-/// | all_to_all | `Blocks{n}` | `Blocks{n}` | block p goes to rank p and is replaced by what comes from there |
+/// | all_to_all | `Blocks{n}` | `Blocks{n}` | block p goes to rank p, and what comes from rank p replaces it |
 /// | barrier | | `Split{1}`: a token, combined by "or" | always |
 ///
-/// In the form with a count for each rank ([`Shape::varied`]), `Blocks{n}` is `Table{n}` and `Split{1}` is
-/// `Table{1}`. With `f(b)` the count of rank b, and `f(r, b)` what rank r sends to rank b: block b of an all_gather, a
-/// reduce_scatter, a gather or a scatter has `f(b)` elements, and the one piece of rank r has `f(r)`; of an all_to_all,
-/// block b of rank r's input has `f(r, b)` and of its output `f(b, r)` (so in place these must be equal).
+/// If each rank has a count of its own ([`Shape::varied`]), `Table{n}` takes the place of `Blocks{n}`, and `Table{1}` that of
+/// `Split{1}`. In an all_gather, a reduce_scatter, a gather or a scatter let rank b's count be `f(b)`: then block b has
+/// `f(b)` elements, and the `Table{1}` of rank r has `f(r)`. In an all_to_all let rank r send `f(r, b)` elements to rank b:
+/// then block b of rank r's input has `f(r, b)` elements, and block b of its output `f(b, r)`; in place these must be equal.
 ///
-/// A plan may have a third slot, [`SCRATCH`], of `Split{1}`, `Split{n}`, `Blocks{k}` or, if varied, `Table{n}`, whose
-/// chunk b has `f(b)` elements. Not all ranks need it.
+/// The plan of a rank may have a third slot, [`SCRATCH`], of `Split{1}`, `Split{n}`, `Blocks{k}` or, if varied, `Table{n}`, whose
+/// chunk b has `f(b)` elements.
 ///
-/// In a reduce, ranks that are not the root write nothing. In a reduce_scatter in place, the blocks of
-/// other ranks keep their contents by [`Algo::Direct`] and are overwritten by the others. In a scan `finish` is never set: there is no average of a scan. In an exscan rank 0 writes nothing.
+/// In a reduce only the root writes its output. In a reduce_scatter in place, [`Algo::Direct`] leaves the blocks of other ranks as
+/// they are, and other algorithms may overwrite them. In a scan no step sets `finish`, as there is no average of a scan. In an
+/// exscan rank 0 writes nothing.
 ///
 /// # Errors
 /// [`Unsuitable`] if [`suitable`] says so.

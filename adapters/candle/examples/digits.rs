@@ -1,7 +1,8 @@
 //! Data parallel training of a small network on handwritten digits, compared with the same training in one process.
 //!
-//! Teaches: every rank has the whole model and a part of each batch; `DataParallel` gives all ranks the same start, and averages the
-//! gradients before each step. Ranks are threads here; as processes they would come from `Comm::connect`.
+//! Teaches: every rank has the whole model and a part of each batch. `DataParallel` gives all ranks the same weights at the start, and
+//! averages the gradients before each step. Ranks are threads here. Where they are processes, each gets its communicator from
+//! `Comm::connect`.
 //!
 //! `cargo run --release --example digits`
 
@@ -12,23 +13,23 @@ use allstream_candle::{DataParallel, Options};
 use candle_core::{DType, Device, Error, Module, Result, Tensor};
 use candle_nn::{Optimizer, SGD, Sequential, VarBuilder, VarMap, linear, loss, seq};
 
-/// One digit a line: a label, a space, and 64 pixels, each a digit to the base 17.
+/// One handwritten digit a line: its label, a space, and its 64 pixels, each as one figure to the base 17.
 const DIGITS: &str = include_str!("../../../cli/data/digits.txt");
 const PIXELS: usize = 64;
-/// Every fifth digit.
+/// One digit in so many is held out for testing: no rank trains on it.
 const HELD_OUT: usize = 5;
 const BATCH: usize = 128;
 const EPOCHS: usize = 30;
 
-/// What a rank has at its end.
+/// What a rank has when it has trained.
 pub struct Trained {
     /// The weights, by name.
     pub weights: Vec<(String, Tensor)>,
-    /// The share of digits that it reads right, of those that it was not trained on.
+    /// The share of the held-out digits that its model reads right.
     pub accuracy: f32,
 }
 
-/// All digits: pixels of 0 to 1, and labels. Every fifth one stands at the end: it is held out for testing.
+/// All digits: pixels of 0 to 1, and labels. Those that are held out for testing come last.
 fn digits() -> Result<(Tensor, Tensor)> {
     let bad = |line: &str| Error::Msg(format!("digits.txt: expected a label and 64 pixels, found {line:?}"));
     let (mut pixels, mut labels) = (Vec::new(), Vec::new());
@@ -54,7 +55,7 @@ fn model(vars: &VarMap) -> Result<Sequential> {
     )?))
 }
 
-/// Gives all variables the same numbers whenever it is called: candle's own are other ones in every run.
+/// Sets all variables to numbers that look random and are the same in every run. Those with which candle begins differ from run to run.
 fn start(vars: &VarMap) -> Result<()> {
     let mut vars: Vec<_> = vars.data().lock().unwrap().clone().into_iter().collect();
     vars.sort_by(|a, b| a.0.cmp(&b.0));
@@ -69,7 +70,8 @@ fn start(vars: &VarMap) -> Result<()> {
     Ok(())
 }
 
-/// Trains as one rank of `comm`. Only rank 0's start counts: the others have candle's random numbers.
+/// Trains as one rank of `comm`. Only rank 0 calls `start`: the other ranks begin with candle's random numbers, which `DataParallel`
+/// replaces with rank 0's.
 pub fn train(comm: &SharedComm) -> Result<Trained> {
     let (n, rank) = (comm.size(), comm.rank());
     let (pixels, labels) = digits()?;

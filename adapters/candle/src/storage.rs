@@ -54,7 +54,7 @@ fn in_place<T: Element>(
     error
 }
 
-/// So many zeros of an element type.
+/// `len` zeros of an element type.
 pub(crate) fn zeros<T: Element>(len: usize) -> Vec<T> {
     allstream::HostBuf::<T>::zeroed(len).to_vec()
 }
@@ -96,8 +96,8 @@ pub(crate) fn to_buf(name: &str, tensor: &Tensor) -> Result<AnyBuf> {
     })
 }
 
-/// A buffer for as many elements as a tensor of floats has. On the CPU it is a `Vec` of zeros. On a device it holds a copy of the tensor, which
-/// gradient buckets (`finish_some`) replace by zeros.
+/// A buffer for as many elements as a tensor of floats has. On the CPU it is a `Vec` of zeros. On a device it is a copy of the tensor, whose
+/// elements `finish_some` of the gradient buckets sets to zero.
 pub(crate) fn zero_buf(name: &str, like: &Tensor) -> Result<AnyBuf> {
     if like.device().is_cuda() {
         return gpu::to_buf(name, &like.contiguous()?);
@@ -187,8 +187,8 @@ pub(crate) fn squares(name: &str, tensor: &Tensor) -> Result<f64> {
     })
 }
 
-/// A hash of a shape, as the key of a call: the call fails on ranks whose tensors have different shapes of equally many elements. Never 0,
-/// which is no key.
+/// A hash of a shape, given as the key of a call: by it the call fails if ranks have equally many elements in different shapes. Never 0,
+/// which means no key.
 pub(crate) fn key(dims: &[usize]) -> u64 {
     let hash = dims.iter().fold(0x811c_9dc5_u32, |hash, dim| {
         (hash ^ *dim as u32 ^ (*dim as u64 >> 32) as u32).wrapping_mul(0x0100_0193)

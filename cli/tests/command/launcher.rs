@@ -24,7 +24,7 @@ use std::time::{Duration, Instant};
 use allstream::{Comm, Rendezvous};
 use rustix::process::{Pid, Signal, kill_process};
 
-const DEADLINE: Duration = Duration::from_secs(30);
+pub(crate) const DEADLINE: Duration = Duration::from_secs(30);
 
 /// A directory of one test, removed at its end.
 struct Scratch(PathBuf);

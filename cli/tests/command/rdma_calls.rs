@@ -1,25 +1,59 @@
-//! What a frame over RDMA costs: calls of the verbs library, counted by the one for tests.
+//! What the verbs library for tests is asked beside its usual work: how often it was called for a frame, and to pretend that a card fails.
 
-use std::ffi::CString;
+use std::ffi::{CStr, CString};
+use std::time::{Duration, Instant};
 
 use allstream::{Comm, Rendezvous};
 use test_support::verbs::{LIBRARY, PORT, library, on_host};
 
-use crate::launcher::{allstream, text};
+use crate::launcher::{DEADLINE, allstream, text};
+
+/// A function of the verbs library for tests, by its name.
+fn function(name: &CStr) -> *mut libc::c_void {
+    let file = CString::new(std::env::var(LIBRARY).unwrap()).unwrap();
+    // SAFETY: the library is loaded already, and stays.
+    let found = unsafe {
+        let handle = libc::dlopen(file.as_ptr(), libc::RTLD_NOW | libc::RTLD_NOLOAD);
+        assert!(!handle.is_null());
+        libc::dlsym(handle, name.as_ptr())
+    };
+    assert!(!found.is_null(), "{name:?}");
+    found
+}
 
 /// How often this process has called a function of the library.
 fn calls(name: &str) -> u64 {
     type Count = unsafe extern "C" fn(*const libc::c_char) -> u64;
-    let file = CString::new(std::env::var(LIBRARY).unwrap()).unwrap();
     let name = CString::new(name).unwrap();
-    // SAFETY: the library is loaded already, and stays; its function has this type (`tests/verbs/src/calls/knobs.rs`), and reads a text that ends in 0.
+    // SAFETY: the function has this type (`tests/verbs/src/calls/knobs.rs`), and reads a text that ends in 0.
     unsafe {
-        let handle = libc::dlopen(file.as_ptr(), libc::RTLD_NOW | libc::RTLD_NOLOAD);
-        assert!(!handle.is_null());
-        let found = libc::dlsym(handle, c"allstream_test_verbs_calls".as_ptr());
-        assert!(!found.is_null());
-        std::mem::transmute::<*mut libc::c_void, Count>(found)(name.as_ptr())
+        std::mem::transmute::<*mut libc::c_void, Count>(function(c"allstream_test_verbs_calls"))(
+            name.as_ptr(),
+        )
     }
+}
+
+/// What becomes of rank 0's card, by name.
+const HAPPENS: &str = "ALLSTREAM_TEST_HAPPENS";
+/// The card says that it has failed, and does nothing more.
+const FAILS: &str = "the card fails";
+/// Its port goes down.
+const GOES_DOWN: &str = "the port goes down";
+
+fn happens(what: &str) {
+    type End = extern "C" fn() -> libc::c_int;
+    type SetPort = unsafe extern "C" fn(*const libc::c_char, u8, libc::c_uint) -> libc::c_int;
+    const DOWN: libc::c_uint = 1;
+    // SAFETY: the functions have these types (`tests/verbs/src/calls/knobs.rs`); the text ends in 0.
+    let answer = unsafe {
+        if what == FAILS {
+            std::mem::transmute::<*mut libc::c_void, End>(function(c"allstream_test_verbs_end_devices"))()
+        } else {
+            let set_port = function(c"allstream_test_verbs_set_port");
+            std::mem::transmute::<*mut libc::c_void, SetPort>(set_port)(c"test_0".as_ptr(), 1, DOWN)
+        }
+    };
+    assert_eq!(answer, 0);
 }
 
 /// Calls that move data.
@@ -84,5 +118,57 @@ fn a_frame_is_three_calls_at_most_and_sets_nothing_up() {
         let moves: f64 = MOVES.map(of).iter().sum();
         assert!(moves > 1.9 && moves < 3.05, "{moves} calls for each frame: {line}");
         assert!(SETS_UP.map(of).iter().all(|count| *count == 0.0), "{line}");
+    }
+}
+
+/// What two ranks do that another test starts: something happens to rank 0's card. Then rank 0 waits for what rank 1 does not send, or sends itself.
+#[test]
+#[ignore = "a rank; started by another test"]
+fn a_rank_whose_card_fails() {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    runtime.block_on(async {
+        let mut comm = Comm::connect(Rendezvous::from_env().unwrap()).await.unwrap();
+        comm.all_reduce(vec![1f32; 1 << 14]).await.unwrap();
+        let failed = if comm.rank() == 0 {
+            let what = std::env::var(HAPPENS).unwrap();
+            happens(&what);
+            let comm = comm.timeout(DEADLINE);
+            let work = if what == FAILS {
+                comm.recv(vec![0f32; 1 << 14], 1)
+            } else {
+                comm.broadcast(vec![0f32; 4], 0)
+            };
+            work.await.map(drop).err().map(|failed| failed.error)
+        } else {
+            None
+        };
+        // The broadcast is over for rank 0 before the card gives it up. Rank 1 calls nothing that the card has a part in.
+        while comm.check().is_ok() {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        println!("{}", failed.unwrap_or_else(|| comm.check().unwrap_err()));
+    });
+}
+
+#[test]
+fn a_card_that_fails_and_a_port_that_goes_down_are_named_on_all_ranks() {
+    let program = std::env::current_exe().unwrap();
+    let rank = ["--exact", "rdma_calls::a_rank_whose_card_fails", "--ignored", "--nocapture"];
+    let job = ["run", "-n", "2", "--on-failure", "keep", "--", program.to_str().unwrap()];
+    let all = [
+        (FAILS, "the network card test_0 says that it has failed (IBV_EVENT_DEVICE_FATAL (8))"),
+        (GOES_DOWN, "packets were not acknowledged while its port was down"),
+    ];
+    for (what, told) in all {
+        let mut variables = on_host(library().to_str().unwrap(), PORT);
+        variables.extend([("ALLSTREAM_TRACE_DIR", "off"), ("ALLSTREAM_LINK", "rdma"), (HAPPENS, what)]);
+        variables.extend([("ALLSTREAM_RDMA_TIMEOUT", "10"), ("ALLSTREAM_RDMA_RETRY", "2")]);
+        let begun = Instant::now();
+        let output = allstream(&[&job[..], &rank[..]].concat(), &variables);
+        let said = format!("{}{}", text(&output.stdout), text(&output.stderr));
+        for rank in ["[0]", "[1]"] {
+            assert!(said.lines().any(|line| line.starts_with(rank) && line.contains(told)), "{what}: {said}");
+        }
+        assert!(begun.elapsed() < DEADLINE, "{what}: it was told by the deadline: {said}");
     }
 }

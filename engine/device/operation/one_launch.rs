@@ -1,12 +1,14 @@
-//! Operations that one launch folds for all ranks, which are in this process and share a device.
+//! Operations that one launch folds for all ranks of a communicator. The ranks are all in this process, and share a device.
 //!
-//! Each rank arrives (`arrivals.rs`), and the last one puts three things on rank 0's stream: waits for the inputs of all ranks, a kernel that folds all of their
-//! inputs into all of their outputs, and a word for each rank's page that says when this is over. All such launches of a communicator go to that one
-//! stream, whoever puts them there, so that they are in order without a wait for each other, and a stream that joins an operation before all ranks have called knows which
-//! word will tell it of the end. The other ranks' streams have nothing to do with it, but for what a rank multiplies first.
+//! Each rank arrives at the operation (`arrivals.rs`). The last rank to arrive puts three things on rank 0's stream: waits for the inputs
+//! of all ranks, a kernel that folds all of their inputs into all of their outputs, and a write to a word in each rank's page, which says
+//! that the operation is over. All such launches of a communicator go to rank 0's stream, whichever rank puts them there. So none needs a
+//! wait for the one before, and a stream that joins an operation before all ranks have called it knows which word will tell it of the end.
+//! The other ranks' own streams do nothing for the operation, except that each multiplies its rank's input first where the operation scales
+//! inputs.
 //!
-//! Whatever ends the communicator cuts the commands of all its ranks in this process, and waits for one that is being carried out. So a rank whose buffers
-//! come back is no longer launched for, whoever would have been the last to arrive.
+//! Whatever ends the communicator cuts the commands of all its ranks in this process, and waits for a command that is being carried out. So
+//! once a rank's buffers have come back, no rank launches anything more on them.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -27,12 +29,12 @@ use crate::types::Signature;
 const DOING: &str = "fold what all ranks lend";
 
 impl PeerDevice {
-    /// Whether the launch for all ranks of this operation has come to its end. A load of memory.
+    /// Whether the launch for all ranks of this operation has come to its end. Costs one load from memory, and no call of the driver.
     pub(super) fn has_ended_for_all(&self, number: u64) -> bool {
         self.words.as_ref().is_ok_and(|words| words.shows(Word::OverForAll, value(number)))
     }
 
-    /// Makes a stream wait until it has.
+    /// Makes `stream` wait until that launch has come to its end.
     pub(super) fn await_end_for_all(&self, stream: &DeviceStream, number: u64) -> Result<(), Error> {
         let words = self.words.as_ref().map_err(Error::clone)?;
         words.is_awaited_by(stream, [Word::OverForAll].into_iter(), value(number))
@@ -40,12 +42,13 @@ impl PeerDevice {
 }
 
 impl Binding {
-    /// Whether one launch may fold for all ranks.
+    /// Whether all ranks are in this process and share a device, so that one launch may fold for all of them.
     pub(crate) fn has_leader(&self) -> bool {
         self.leader.is_some()
     }
 
-    /// The streams of ranks that will wait for the inputs of an operation of this one.
+    /// The streams that will wait for this rank's inputs of an operation: rank 0's where one launch may fold it for all ranks, and this
+    /// rank's own where that has work to do.
     pub(super) fn work_on(&self, folds: &Folds) -> Vec<DeviceStream> {
         let leader = self.leader.as_ref().filter(|_| folds.may_be_for_all).map(|leader| &leader.stream);
         let ours = Some(&self.ours.stream)
@@ -53,8 +56,8 @@ impl Binding {
         leader.into_iter().chain(ours).cloned().collect()
     }
 
-    /// For rank 0's stream: to each rank's page, that all launches for all ranks up to this operation are over. `None`: this is another rank, or there are
-    /// no such launches.
+    /// For rank 0's stream: writes to each rank's page, which say that all launches for all ranks up to this operation are over. `None`:
+    /// this is another rank, or the communicator has no such launches.
     pub(super) fn over_for_all(&self, number: u64) -> Option<impl Iterator<Item = CuStreamMemOp>> {
         let is_ours = self.leader.as_ref().is_some_and(|leader| Arc::ptr_eq(leader, &self.ours));
         is_ours.then(|| self.ends_for_all(number))
@@ -65,7 +68,8 @@ impl Binding {
         pages.map(move |words| words.write(Word::OverForAll, value(number)))
     }
 
-    /// The driver says that rank 0's stream has come to the end of the launch for all ranks of this operation, though no word has said so.
+    /// Has the host write the words that `over_for_all` has rank 0's stream write. The driver has said that this stream has come to the end
+    /// of the launch for all ranks of this operation, though no word says so.
     pub(super) fn tell_over_for_all(&self, number: u64) {
         for words in self.all.iter().flatten().filter_map(|device| device.words.as_ref().ok()) {
             words.set(Word::OverForAll, value(number));
@@ -75,24 +79,25 @@ impl Binding {
 }
 
 impl DeviceOp {
-    /// Whether one launch folds it for all ranks. Known from when it is submitted.
+    /// Whether one launch folds the operation for all ranks. Its submission decides that.
     pub(crate) fn is_for_all(&self) -> bool {
         self.is_for_all.get().copied().unwrap_or_default()
     }
 
-    /// Whether this rank is putting that launch on its stream.
+    /// Whether this rank has arrived last, and is putting that launch on rank 0's stream now.
     pub(crate) fn is_launching(&self) -> bool {
         self.is_launching.load(Ordering::Relaxed)
     }
 
-    /// The stream on which it comes to its end.
+    /// The stream on which the operation ends: rank 0's if one launch folds it for all ranks, else this rank's.
     pub(super) fn line(&self) -> &DeviceStream {
         let leader = self.binding.leader.as_ref().filter(|_| self.is_for_all());
         leader.map_or(self.stream(), |leader| &leader.stream)
     }
 
-    /// This rank has called it, and all that it multiplies first is handed to the commands: has it arrive. The last rank to do so launches what `fold` makes
-    /// of all ranks' inputs and outputs, with so many blocks at most. `memory`: this rank's input and output.
+    /// Appends the command by which this rank arrives at the operation. What multiplies the rank's input first must be among the commands
+    /// already. The last rank to arrive calls `fold` with the addresses of all inputs, those of all outputs, and the most blocks that the
+    /// kernel may have, and launches what it returns. `[input, output]`: this rank's addresses.
     pub(crate) fn arrives(
         self: &Arc<Self>,
         signature: Signature,
@@ -104,7 +109,7 @@ impl DeviceOp {
             let Some(leader) = &operation.binding.leader else { return Ok(()) };
             let own_work =
                 operation.folds.own_work_is_lent.then(|| operation.stream().point()).transpose()?;
-            // Not kept by what the communicator's ranks have in common, which the operation keeps.
+            // Weak, as rank 0's `Arrivals` keep this closure until all ranks have arrived, and the operation keeps those `Arrivals`.
             let weak = Arc::downgrade(&operation);
             let is_put = move |end: Option<&DeviceEvent>| {
                 let Some(operation) = weak.upgrade() else { return };
@@ -118,13 +123,13 @@ impl DeviceOp {
                 return Ok(());
             };
             operation.is_launching.store(true, Ordering::Relaxed);
-            operation.launches(leader, all, fold)?;
+            let launched = operation.launches(leader, all, fold);
             operation.is_launching.store(false, Ordering::Relaxed);
-            Ok(())
+            launched
         });
     }
 
-    /// A command: puts it on rank 0's stream, for all ranks.
+    /// In a command of the last rank to arrive: puts the operation on rank 0's stream, for all ranks.
     fn launches(
         &self,
         leader: &PeerDevice,
@@ -144,13 +149,15 @@ impl DeviceOp {
         stream.put_words("make a stream wait for all ranks' inputs", &mut words)?;
         let ins: Vec<u64> = all.iter().map(|arrival| arrival.input).collect();
         let outs: Vec<u64> = all.iter().map(|arrival| arrival.output).collect();
-        // As many blocks as if each rank had launched its share.
+        // At most as many blocks as the ranks could launch in all, if each launched a kernel for its own chunk.
         let launch = fold(&ins, &outs, stream.ctas().saturating_mul(all.len() as u32))?;
-        // SAFETY: each rank's input and output are its buffers, or a region of its operation's workspace, of the length that all agree on by their signatures. They are memory of this one
-        // device. The in-flight tables own the buffers until the word says that the operation has ended, and the streams that used them before are waited for: by the words, and
-        // by the event of what a rank's own stream has written. Nobody else touches them meanwhile: a rank's steps come before it arrives, and its peers use what it lends for
-        // nothing. Once the communicator has failed, the command is not carried out, or whoever gives buffers back waits until it has been (`Binding::is_touched`), and
-        // then for this stream.
+        // SAFETY: each rank's input and output are its buffers, or a region of its operation's workspace. They are memory of this one
+        // device, and of the length on which all ranks' signatures agree. The in-flight tables own the buffers until the word says that the
+        // operation has ended. The stream has been made to wait for the streams that used the buffers before: by the words, and by the
+        // event behind what a rank's own stream writes to its input. Nobody else touches the memory meanwhile: a rank's own work on it
+        // comes before the rank arrives, and no peer uses what the rank lends, as this launch folds for all. Once the communicator has
+        // failed, either this command is not begun, or whoever gives buffers back waits until it has been carried out
+        // (`Binding::is_touched`), and then for this stream.
         unsafe { stream.launch(DOING, &launch) }?;
         let mut words: Vec<_> = self.binding.ends_for_all(number).collect();
         stream.put_words("end a collective", &mut words)?;

@@ -12,25 +12,26 @@ use crate::link;
 use crate::plan::{Lending, SMALL};
 use crate::types::{LIST, Rank};
 
-/// Ranks lend each other their memory from this size of a buffer on. At 4 KB the steps of the plan took 1.0 to 1.9 times as
-/// long (2, 4 and 8 ranks on 2 cores, threads and arena buffers); below, with 4 threads, they were faster.
+/// Ranks lend each other their memory from this size of a buffer on. At 4 KB the plan's steps took 1.0 to 1.9 times as long as loans (2, 4
+/// and 8 ranks on 2 cores, threads and arena buffers). Below 4 KB, with 4 threads, the steps were faster.
 pub(crate) const LEND_FROM: usize = 4 << 10;
-/// From this size on where slots are lent, with two ranks and with more. On 2 cores the steps took 1.2 times as long at 4 KB,
-/// 1.9 times at 16 KB and 3.3 times at 64 KB (2 ranks); 0.6, 1.0 and 1.3 times with 4; 1.0 to 1.3, 1.4 and 1.3 with 8.
+/// The same where ranks lend staging slots, with two ranks and with more. On 2 cores, at 4, 16 and 64 KB, the steps took 1.2, 1.9 and 3.3
+/// times as long as loans with 2 ranks; 0.6, 1.0 and 1.3 times with 4; 1.0 to 1.3, 1.4 and 1.3 times with 8.
 pub(crate) const LEND_SLOTS_FROM: [usize; 2] = [4 << 10, 16 << 10];
-/// Bytes of all ranks' memory that are touched in a pass that folds, as the thread has other work too. With a quarter of it
-/// 1 MB took up to 1.4 times as long, with four times as much nothing was faster.
+/// About so many bytes of all ranks' memory are touched in one pass that folds: no more, as the thread has other work too. With a quarter of
+/// this an all_reduce of 1 MB took up to 1.4 times as long; with four times as much nothing was faster.
 const FOLDED: usize = 1 << 20;
-/// So many slots are left to others when they are lent.
+/// A rank that lends staging slots leaves so many of them to its other operations.
 const LEFT: usize = 8;
 
-/// From which size on memory is lent, in this operation.
+/// The least size of a part for which this operation lends memory: `size`, except on a list.
 fn lend_from(op: &Operation, size: usize) -> usize {
     #[cfg(any(test, feature = "testing"))]
     if let Some(from) = crate::testing::faults::folded_from(op.number) {
         return from;
     }
-    // Small parts of a list share their round trips: each loan would have to wait for the answer to the one before.
+    // Small parts of a list take the steps, whose messages are under way together. A part's loan could go out only when all peers have
+    // lent for the part before it.
     if op.signature.dtype == LIST { SMALL + 1 } else { size }
 }
 
@@ -38,7 +39,7 @@ fn bytes(part: &Part) -> usize {
     part.count * part.dtype.size()
 }
 
-/// The host's memory, lent.
+/// How the host's memory is lent.
 #[derive(Clone)]
 pub(crate) struct HostLoans {
     /// As [`Host`](super::Host) has it.
@@ -47,13 +48,13 @@ pub(crate) struct HostLoans {
 }
 
 impl HostLoans {
-    /// `bypass_from`: the size of results from which on they are written past the caches, out of place.
+    /// `bypass_from`: results out of place of so many bytes and more are written past the caches.
     pub(in crate::exec) fn new(bypass_from: usize) -> HostLoans {
         HostLoans { bypass_from, is_bypassing: false }
     }
 
-    /// Whether a result is written past the caches, where a pass writes so many bytes of it. One over the input stays in the
-    /// caches: that has just been read there. What goes back through a slot follows how slots are filled.
+    /// Whether a pass that writes so many bytes of a result writes them past the caches. Over the result's own input it does not: the caches
+    /// hold that memory, as it has just been read. In a peer's slot it does if this rank fills its own slots past the caches, too.
     fn bypasses(&self, out: &Out, bytes: usize, port: &Port) -> bool {
         match out.in_slot {
             true => port.filling.is_past(bytes),
@@ -112,7 +113,7 @@ impl Lends for HostLoans {
     fn fold(&mut self, fold: &Fold<'_>, port: &Port) -> Result<usize, Error> {
         let unit = fold.c.part.dtype.size();
         let most = (FOLDED / (2 * fold.c.program().plan.size)).next_multiple_of(4096) / unit;
-        // Those that are written past the caches come first.
+        // `kernel::fold` wants the results that are written past the caches first.
         let (mut outs, mut bypassing) = ([std::ptr::null_mut::<u8>(); MAX_LENDERS], 0);
         for (i, out) in fold.outs.iter().enumerate() {
             outs[i] = out.at;

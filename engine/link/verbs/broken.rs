@@ -27,8 +27,10 @@ pub(super) fn problem_of(card: &Card, completion: &IbvWc) -> String {
     let tuning = card.tuning();
     let why = match WcStatus(completion.status) {
         WcStatus::RETRY_EXC_ERR => format!(
-            ", as packets were not acknowledged (ALLSTREAM_RDMA_TIMEOUT {}, ALLSTREAM_RDMA_RETRY {})",
-            tuning.timeout, tuning.retry
+            ", as packets were not acknowledged{} (ALLSTREAM_RDMA_TIMEOUT {}, ALLSTREAM_RDMA_RETRY {})",
+            if card.events().is_port_down() { " while its port was down" } else { "" },
+            tuning.timeout,
+            tuning.retry
         ),
         _ => String::new(),
     };

@@ -10,6 +10,7 @@ use rustix::io::Errno;
 use super::choose::{AREAS, RdmaPort};
 use super::credits::{CELLS, MOST_SLOTS};
 use super::domain::{Domain, Registered};
+use super::events::Events;
 use super::hello::{Area, Hello};
 use super::layout::{LARGEST, PIECES, area_bytes, cut};
 use super::wishes::Wishes;
@@ -49,6 +50,7 @@ impl Tuning {
 /// An open port, and the memory of the rank's that goes with it. A rank has one; its links share it.
 pub(crate) struct Card {
     domain: Arc<Domain>,
+    events: Arc<Events>,
     port: RdmaPort,
     attributes: IbvPortAttr,
     gid: [u8; 16],
@@ -81,16 +83,18 @@ impl Card {
             return Err(failed(format!("its address has index {}, above 255; name another one", port.gid)));
         }
         let open = || -> Result<_, VerbsError> {
-            let domain = Domain::open(verbs, &port.device)?;
+            let domain = Arc::new(Domain::open(verbs, &port.device)?);
+            let events = Events::of(&domain, &port.device, port.port)?;
             let limits = domain.attributes()?;
             let attributes = domain.port(port.port)?;
             let gid = domain.gid(port.port, port.gid)?;
-            Ok((domain, limits, attributes, gid))
+            Ok((domain, events, limits, attributes, gid))
         };
-        let (domain, limits, attributes, gid) = open().map_err(|error| failed(error.to_string()))?;
+        let (domain, events, limits, attributes, gid) = open().map_err(|error| failed(error.to_string()))?;
         let most_requests = most_requests(&limits, attributes.max_msg_sz).map_err(failed)?;
         Ok(Card {
-            domain: Arc::new(domain),
+            domain,
+            events: Arc::new(events),
             port: port.clone(),
             attributes,
             gid,
@@ -105,6 +109,11 @@ impl Card {
 
     pub(super) fn domain(&self) -> &Arc<Domain> {
         &self.domain
+    }
+
+    /// What the device has told of itself.
+    pub(super) fn events(&self) -> &Arc<Events> {
+        &self.events
     }
 
     pub(super) fn port(&self) -> &RdmaPort {

@@ -1,5 +1,6 @@
 //! [`Hello`]: what the two ends of a link tell each other before they can talk by RDMA, over a TCP connection that the sender has dialled.
-//! By the handshake of that connection both ends have proved that they belong to the job. Each end sends one hello, and then closes it.
+//! By the handshake of that connection both ends have proved that they belong to the job. Each end sends one hello, and then the connection
+//! is closed.
 
 use std::io::{self, Read, Write};
 use std::net::{IpAddr, Ipv6Addr, TcpStream};

@@ -7,13 +7,14 @@
 //! connection of TCP, as every connection of a job proves itself; over that the two tell each other of their queue pairs ([`hello`]), and close it. A frame
 //! is written, by one request, from a cell and a staging slot of the sender's ([`tx`]) into a place of the receiver's area ([`layout`]) that both count
 //! ([`credits`]), with a number that tells the receiver ([`rx`]) that it is there. [`card`] is the open port, [`domain`] the open device and memory that is
-//! registered with it. [`Probe`] tries the way between two hosts before links are opened.
+//! registered with it; [`events`] are what the device tells of its own failures. [`Probe`] tries the way between two hosts before links are opened.
 
 mod broken;
 mod card;
 pub(crate) mod choose;
 mod credits;
 mod domain;
+mod events;
 pub(crate) mod facts;
 #[cfg(feature = "fuzzing")]
 pub(crate) mod fuzzing;

@@ -77,6 +77,7 @@ impl QueuePair {
 
     fn of(card: &Card, room: Room, has_channel: bool) -> Result<QueuePair, Error> {
         let made = QueuePair::make(card, room, has_channel);
+        let made = made.inspect(|new| card.events().forget(new.number(), new.queue));
         made.map_err(|error| {
             let doing = format!("open a link over RDMA on {}", card.place());
             Error::system(
@@ -233,6 +234,11 @@ impl QueuePair {
 
     fn verbs(&self) -> &'static Verbs {
         self.domain.verbs
+    }
+
+    /// Why nothing more comes of it, if the device has told so.
+    pub(super) fn problem(&self, card: &Card) -> Option<String> {
+        card.events().problem(self.number(), self.queue)
     }
 
     pub(super) fn number(&self) -> u32 {
@@ -396,7 +402,7 @@ impl Drop for QueuePair {
 }
 
 /// Whether a call that does not block has nothing yet.
-fn is_not_yet(error: &VerbsError) -> bool {
+pub(super) fn is_not_yet(error: &VerbsError) -> bool {
     [Errno::AGAIN, Errno::INTR].into_iter().any(|errno| errno.raw_os_error() == error.code)
 }
 

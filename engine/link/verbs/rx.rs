@@ -80,6 +80,7 @@ impl VerbsRx {
                     };
                     let receiving = Receiving::new(self.peer, &self.card, &bytes)?;
                     self.reactor.watch(receiving.pair.descriptor(), Interest::Readable)?;
+                    self.card.events().listen(&*self.reactor)?;
                     talk.say(&receiving.hello());
                     self.state = State::Answering(talk, Box::new(receiving));
                 }
@@ -142,7 +143,7 @@ impl LinkRx for VerbsRx {
 
     fn take_break(&mut self) -> Option<Break> {
         self.broke.take().or_else(|| match &mut self.state {
-            State::Open(receiving) => receiving.broke.take(),
+            State::Open(receiving) => receiving.take_break(),
             _ => None,
         })
     }
@@ -311,6 +312,14 @@ impl Receiving {
                 Err(error) => self.break_off(error.to_string()),
             }
         }
+    }
+
+    /// That the link broke, once. Also asks whether the device has told of a failure: nothing may come from it any more.
+    fn take_break(&mut self) -> Option<Break> {
+        if let Some(problem) = self.pair.problem(&self.card) {
+            self.break_off(problem);
+        }
+        self.broke.take()
     }
 
     /// A call of the library's failed.

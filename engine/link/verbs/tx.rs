@@ -73,6 +73,7 @@ impl VerbsTx {
                 };
                 sending.connect(&bytes)?;
                 self.reactor.watch(sending.pair.descriptor(), Interest::Readable)?;
+                self.card.events().listen(&*self.reactor)?;
                 self.state = State::Open(Arc::new(Mutex::new(*sending)));
             }
             Err(error) => {
@@ -102,7 +103,7 @@ impl LinkTx for VerbsTx {
     }
 
     fn needs_slot(&self, payload: *const u8, len: usize) -> bool {
-        // The device can read only the region's staging slots, as no other memory of a payload's is registered.
+        // Of the places where such a payload may lie, only the region's staging slots are registered with the device.
         let (at, bytes) = self.card.region().all_slots();
         let offset = (payload as usize).wrapping_sub(at.as_ptr() as usize);
         offset >= bytes || len > bytes - offset
@@ -132,8 +133,8 @@ impl LinkTx for VerbsTx {
             State::Open(sending) => sending.lock().revoke(),
             _ => self.state = State::Dead,
         }
-        // The device reads cells of the link and staging slots, never an operation's memory: no operation has to wait. The slots come back one
-        // by one as the device is done with them.
+        // The device reads the link's cells and staging slots, never an operation's memory: no operation has to wait for it. The slots come
+        // back one by one as the device is done with them.
         true
     }
 
@@ -144,7 +145,7 @@ impl LinkTx for VerbsTx {
     }
 
     fn take_break(&mut self) -> Option<Break> {
-        self.broke.take().or_else(|| self.sending(None, |sending| sending.broke.take()))
+        self.broke.take().or_else(|| self.sending(None, Sending::take_break))
     }
 
     fn is_flushed(&mut self) -> bool {
@@ -156,7 +157,7 @@ impl LinkTx for VerbsTx {
     }
 }
 
-/// What a sending end has from its greeting on. A lease shares it, and asks it whether the device is done with the staging slots.
+/// The state of a sending end from the greeting on. A [lease](LinkTx::lease) shares it, to ask whether the device is done with staging slots.
 struct Sending {
     peer: Rank,
     pair: QueuePair,
@@ -168,7 +169,7 @@ struct Sending {
     to: Area,
     first_packet: u32,
     max_message: u32,
-    /// To how many of the receiver's slots frames can be under way at once: `pair`'s queue has room for their requests.
+    /// How many slots this end asks the receiver for: the queue of `pair` has room for so many large frames at once.
     most_slots: u32,
     /// The count of the pieces that large frames are sent in. `None`: the link is not narrow (`pieces.rs`), and they go whole.
     pieces: Option<PiecesSent>,
@@ -262,7 +263,7 @@ impl Sending {
         let mut told = [IbvWc::default(); BATCH];
         loop {
             match self.pair.completions(|| super::is_wanted(&self.card), &mut told) {
-                // An error in one does not keep the others from being taken: each says that the device is done with something.
+                // An error in one completion does not keep the others from being taken: each says that the device is done with something.
                 Ok(Some(count)) => {
                     told[..count].iter().map(|completion| self.take(completion)).fold(Ok(()), Result::and)?
                 }
@@ -308,9 +309,9 @@ impl Sending {
         }
     }
 
-    /// Breaks the link off because a call of the library failed. Only once the queue pair is destroyed is the device surely done with all frames.
-    fn lose(&mut self, error: VerbsError) -> Result<(), Error> {
-        self.break_off(error.to_string());
+    /// Breaks the link off because a call of the library failed, or because the device says that it has failed. Nobody knows what the device still reads until the queue pair is destroyed.
+    fn lose(&mut self, problem: impl ToString) -> Result<(), Error> {
+        self.break_off(problem.to_string());
         if self.pair.destroy() {
             self.large = None;
             while self.credits.gone() < self.credits.posted() {
@@ -328,6 +329,17 @@ impl Sending {
                 self.broke = Some(report(&super::end_of(&self.card, &self.pair), &self.peer_at, problem));
             }
         }
+    }
+
+    /// That the link broke, once. Also asks whether the device has told of a failure: its completions then may never come.
+    fn take_break(&mut self) -> Option<Break> {
+        if !self.is_over()
+            && let Some(problem) = self.pair.problem(&self.card)
+        {
+            // It always succeeds.
+            let _ = self.lose(problem);
+        }
+        self.broke.take()
     }
 
     fn is_over(&self) -> bool {
@@ -371,9 +383,9 @@ impl Sending {
         }
         let (place, number) = self.credits.post(large);
         let cell = cells.at(place.cell as usize * CELL);
-        // SAFETY: the cell is the link's own memory, and `Sender` gives it out only when the device is done with the frame that was in it before.
-        // A small payload has room behind the header, and is valid for `len` bytes (the caller's promise). A payload of no bytes may be null, and
-        // is not read.
+        // SAFETY: the cell is the link's own memory, and `Sender` gives it out only when the device is done with the frame that was in it
+        // before. A small payload has room behind the header, and is valid for `len` bytes (the caller's promise). A payload of no bytes may
+        // be null, and is not read.
         unsafe {
             std::ptr::copy_nonoverlapping(header.encode().as_ptr(), cell, HEADER_BYTES);
             if !large && len > 0 {
@@ -398,8 +410,8 @@ impl Sending {
         Ok(if large { Posted::Held } else { Posted::Copied })
     }
 
-    /// Posts as many pieces of the large frame as the window has room for. On a link that was revoked or has broken it posts none, and counts the
-    /// frame as done with once the device is done with the pieces that were posted.
+    /// Posts as many pieces of the large frame as the window has room for. On a link that was revoked or has broken it posts none, and
+    /// counts the frame as done with once the device is done with the pieces that were posted.
     fn go_on_with_large(&mut self) -> Result<(), Error> {
         while !self.is_over()
             && let (Some(large), Some(pieces)) = (&mut self.large, &mut self.pieces)
@@ -423,14 +435,14 @@ impl Sending {
                 self.under_way += 1;
             }
             let write = Write { id, from: &parts[..count], to, key: self.to.key, number: Some(number) };
-            // SAFETY: the frame's cell and its slot are registered, and stay as they are until the frame is released (the promise of whoever called
-            // `post`). It is released after the completion of its last piece.
+            // SAFETY: the frame's cell and its slot are registered, and stay as they are until the frame is released, which is after the
+            // completion of its last piece. For the slot the caller of `post` has promised it.
             if let Err(error) = unsafe { self.pair.post_write(write) } {
                 return self.lose(error);
             }
         }
-        // Only a link that is over comes here with a large frame. That one was posted last, and the device takes frames in order: the frame
-        // is done with when all before it and its own posted pieces are.
+        // A large frame that is left here is on a link that is over. It is the newest frame, and the device completes requests in order: the
+        // frame is done with once all earlier frames and its own posted pieces are.
         if self.large.is_some() && self.under_way == 0 && self.credits.gone() + 1 == self.credits.posted() {
             self.large = None;
             self.credits.is_done_with_next();

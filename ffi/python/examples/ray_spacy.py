@@ -1,20 +1,21 @@
-"""A spaCy pipeline trained by several Ray actors, whose gradients travel in four ways: the study of Ray's design document, again.
+"""Several Ray actors train one spaCy pipeline, and send their gradients in one of four ways: a study of Ray's design document, repeated.
 
-    python examples/ray_spacy.py config config.cfg                                    # spaCy's own: tok2vec and ner
-    python examples/ray_spacy.py train config.cfg --n-workers 2 --way allstream       # as spacy-ray's command is started
+    python examples/ray_spacy.py config config.cfg                                    # writes spaCy's configuration of tok2vec and ner
+    python examples/ray_spacy.py train config.cfg --n-workers 2 --way allstream       # with --n-workers as spacy-ray's command has it
     python examples/ray_spacy.py study config.cfg --workers 1 2 4 --updates 1000 --trials 3
 
 The ways:
 
-- `server`: as spacy-ray does. Each parameter belongs to one worker; the others send it their gradients by Ray calls (`inc_grad.remote`), it
-  makes the step and sends everyone the new weights.
-- `gloo`: each gradient is reduced by `ray.util.collective.allreduce` as soon as it is there, by Ray's own Gloo; every worker makes the step.
-- `allstream`: the same calls, by the backend "allstream".
-- `buckets`: gradients are handed to `allstream.Buckets`, which reduces them in a few pieces while the backward pass goes on.
+- `server`: as spacy-ray does. Each parameter belongs to one worker. The other workers send this owner their gradients by Ray calls
+  (`inc_grad.remote`). The owner makes the optimizer's step and sends everyone the new weights.
+- `gloo`: each worker calls `ray.util.collective.allreduce` for a gradient as soon as it has it, with Ray's own backend Gloo. Every worker
+  makes the optimizer's step for all parameters.
+- `allstream`: the same calls, with the backend "allstream".
+- `buckets`: each worker hands its gradients to `allstream.Buckets`, which reduces them in a few pieces while the backward pass goes on.
 
-Every update is one of all workers together, on batches of their own. Text: the example sentences of spaCy's languages. Entities: the
-capitalised words inside a sentence, which is enough to learn something. Parameters of the layers that a parser runs once for each of its steps
-get their gradients in many pieces; those are added up, and travel when the update's backward pass is over.
+All workers take part in each update, each with a batch of its own. The text is the example sentences of spaCy's languages. Every capitalised
+word but the first of a sentence counts as an entity, which is enough to learn something. spaCy's parser runs some layers once for each of its
+own steps, so their parameters get their gradients in many pieces. A worker adds these up, and sends the sum after the backward pass.
 """
 
 import argparse
@@ -33,7 +34,7 @@ BATCH = 16
 
 
 def pipeline(config):
-    """The pipeline of a file, with the same weights in every worker, and its examples."""
+    """Makes the pipeline of a configuration file, with the same weights in every worker. Returns it and the examples to train it on."""
     import spacy.lang
     from spacy.training import Example
     from spacy.util import fix_random_seed, load_config, load_model_from_config
@@ -56,7 +57,7 @@ def pipeline(config):
 
 
 class Parameters:
-    """What thinc asks for weights and hands gradients to, in place of its own store."""
+    """Stands in for thinc's own store of parameters: thinc asks it for weights, and hands it gradients."""
 
     def __init__(self, nlp):
         self.keys = []
@@ -69,7 +70,7 @@ class Parameters:
                     self.keys.append((node.id, name))
                     self.weights[node.id, name] = node.get_param(name).copy()
         self.number = {key: i for i, key in enumerate(self.keys)}
-        # Those whose gradients come in one piece: found by a first update, which is the same in all workers.
+        # In how many pieces the gradient of each parameter comes. A first update counts them, which is the same in all workers.
         self.pieces = dict.fromkeys(self.keys, 0)
         self.send = None
         for node in nodes:
@@ -96,7 +97,7 @@ class Parameters:
             self.send(key)
 
     def flush(self):
-        """Sends the gradients that came in several pieces, and zeros where there were none."""
+        """Sends what `inc_grad` has not sent: gradients that come in several pieces, and zeros for parameters without a gradient."""
         for key in self.keys:
             if key not in self.grads:
                 self.grads[key] = numpy.zeros_like(self.weights[key])
@@ -107,7 +108,7 @@ class Parameters:
 
 
 class Server:
-    """As spacy-ray: whoever owns a parameter adds up its gradients and makes the step."""
+    """As spacy-ray does: whoever owns a parameter adds up its gradients and makes the optimizer's step."""
 
     def __init__(self, rank, peers, parameters, optimizer):
         self.rank, self.peers, self.parameters, self.optimizer = rank, peers, parameters, optimizer
@@ -140,7 +141,7 @@ class Server:
 
     def set_weights(self, i, weights):
         with self.changed:
-            # What a Ray call brings is read-only.
+            # Arrays that come with a Ray call are read-only.
             self.parameters.weights[self.parameters.keys[i]] = weights.copy()
             self.versions[i] += 1
             self.changed.notify_all()
@@ -153,7 +154,7 @@ class Server:
 
 
 class AllReduce:
-    """Everyone has all weights and makes every step; gradients are summed by Ray's collectives."""
+    """Ray's collectives sum the gradients, and every worker makes the optimizer's step for all parameters."""
 
     def __init__(self, size, parameters, optimizer):
         import ray.util.collective as col
@@ -171,7 +172,7 @@ class AllReduce:
 
 
 class InBuckets:
-    """The same, with all gradients in a few pieces that travel while others are computed."""
+    """As `AllReduce`, but all gradients travel in a few pieces, while the backward pass still computes others."""
 
     def __init__(self, comm, parameters, optimizer):
         import allstream
@@ -219,7 +220,7 @@ class Worker:
         self.parameters.send = self.way.send
 
     def train(self, updates):
-        """Makes updates; the seconds that they took, and a sum of all weights."""
+        """Makes so many updates. Returns the seconds that they took, and the sum of the absolute values of all weights."""
         batches = random.Random(self.rank)
         start = time.perf_counter()
         for _ in range(updates):
@@ -238,7 +239,7 @@ class Worker:
 
 
 def train(config, way, size, updates):
-    """Seconds for so many updates by so many workers, the slowest counts; all must end with the same weights."""
+    """Returns the seconds that the slowest of `size` workers takes for so many updates. All must end with the same weights."""
     workers = [Worker.remote(config, rank, size) for rank in range(size)]
     ray.get([worker.join.remote(way, workers) for worker in workers], timeout=300)
     ray.get([worker.train.remote(2) for worker in workers], timeout=300)

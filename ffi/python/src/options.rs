@@ -21,21 +21,21 @@ pub(crate) enum Takes {
     Tag,
 }
 
-/// A number of seconds as a duration.
+/// A number of seconds as a duration. `call` and `name` are the Python names of the call and its option, for the error's text.
 ///
 /// # Errors
-/// It is negative, or no number.
+/// The number is negative, or none (NaN).
 pub(crate) fn seconds(py: Python<'_>, call: &str, name: &str, value: f64) -> PyResult<Duration> {
-    // Longer than anybody waits.
-    Duration::try_from_secs_f64(value.min(1e9)).map_err(|_| {
+    // 1e9 seconds are longer than anybody waits. A larger number, such as infinity, need not fit a `Duration`.
+    Duration::try_from_secs_f64(value.clamp(f64::MIN, 1e9)).map_err(|_| {
         errors::invalid(py, call, &format!("{name} is {value}, expected a number of seconds, not negative"))
     })
 }
 
-/// A call with the options of `options`.
+/// A call on `comm` with these options. `name` is the Python name of the call, for errors.
 ///
 /// # Errors
-/// There is no such option, or its value cannot be.
+/// The call does not take one of the options, or not with this value.
 pub(crate) fn with_options<'a>(
     comm: &'a SharedComm,
     name: &str,
@@ -47,7 +47,7 @@ pub(crate) fn with_options<'a>(
     let py = options.py();
     for (key, value) in options {
         let key = key.cast::<PyString>()?.to_str()?.to_owned();
-        // As if it had not been given.
+        // An option that is None counts as not given.
         if value.is_none() {
             continue;
         }
@@ -86,12 +86,13 @@ pub(crate) fn with_options<'a>(
     Ok(call)
 }
 
-/// The name of a reduction: a text, or the name of a member of an enumeration (`ReduceOp.SUM` of Ray's, say).
+/// The name of a reduction, which the caller gives as a string, or as a member of another library's enumeration (Ray's `ReduceOp.SUM`, say).
+/// Other libraries have other names than ours for some.
 fn operator(value: &Bound<'_, PyAny>) -> PyResult<String> {
-    if let Ok(text) = value.cast::<PyString>() {
-        return Ok(text.to_str()?.to_lowercase());
-    }
-    let name = value.getattr_opt("name")?.unwrap_or_else(|| value.clone());
+    let name = match value.cast::<PyString>() {
+        Ok(_) => value.clone(),
+        Err(_) => value.getattr_opt("name")?.unwrap_or_else(|| value.clone()),
+    };
     Ok(match name.str()?.to_str()?.to_lowercase().as_str() {
         "product" => "prod".into(),
         "average" | "mean" => "avg".into(),

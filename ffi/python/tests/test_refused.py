@@ -81,6 +81,7 @@ def test_outputs_that_share_memory():
         (lambda c, a: c.all_reduce(a, op="median"), "unknown reduction"),
         (lambda c, a: c.all_reduce(a, algo="magic"), "unknown algorithm"),
         (lambda c, a: c.all_reduce(a, timeout=-1), "not negative"),
+        (lambda c, a: c.all_reduce(a, timeout=float("nan")), "timeout is NaN, expected a number of seconds"),
         (lambda c, a: c.all_reduce(a, speed="fast"), "there is no option \"speed\"; options are timeout"),
         (lambda c, a: c.broadcast(a, op="sum"), "there is no option \"op\""),
         (lambda c, a: c.broadcast(a, 7), "root 7 is not in this group of 1"),

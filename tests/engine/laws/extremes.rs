@@ -184,8 +184,18 @@ fn counts_of<T: Element>(comms: &mut [Comm], count: usize) {
     invalid(other.tag(u32::MAX).send(one(), count));
     invalid(other.tag(u32::MAX).recv(one(), count));
     assert!(other.send_recv(one(), count, one(), count).wait().is_err());
-    let message = Message::Send { buf: one(), to: count, tag: u32::MAX };
-    assert!(other.batch([message]).wait().is_err());
+    // The half that could be carried out is refused, too: nobody waits for the deadline, and the error is about the other half.
+    for (to, from) in [(count, 0), (0, count)] {
+        let Failed { buf, error } = other.send_recv(one(), to, one(), from).wait().unwrap_err();
+        assert!(matches!(error, Error::Invalid { .. }), "{error}");
+        let (sent, received) = buf.unwrap();
+        assert!(sent.is_some() && received.is_some());
+    }
+    let message = |to| Message::Send { buf: one(), to, tag: u32::MAX };
+    assert!(other.batch([message(count)]).wait().is_err());
+    let late = Message::Recv { buf: one(), from: 0, tag: 7 };
+    let failed = other.batch([late, message(count)]).wait().unwrap_err();
+    assert!(matches!(failed.error, Error::Invalid { .. }), "{}", failed.error);
 }
 
 /// Not all that is refused is refused before the system is asked for memory.

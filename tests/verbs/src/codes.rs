@@ -87,6 +87,7 @@ pub(crate) const QP_FATAL: c_uint = 1;
 pub(crate) const QP_REQ_ERR: c_uint = 2;
 pub(crate) const QP_ACCESS_ERR: c_uint = 3;
 pub(crate) const COMM_EST: c_uint = 4;
+pub(crate) const DEVICE_FATAL: c_uint = 8;
 pub(crate) const PORT_ACTIVE: c_uint = 9;
 pub(crate) const PORT_ERR: c_uint = 10;
 

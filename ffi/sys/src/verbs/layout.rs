@@ -175,6 +175,7 @@ fn program() -> String {
     }
     let named = [
         PortState::NAMED,
+        EventType::NAMED,
         LinkLayer::NAMED,
         GidType::NAMED,
         Transport::NAMED,

@@ -466,6 +466,17 @@ numbers! {
         12 RETRY_EXC_ERR IBV_WC_RETRY_EXC_ERR;
         13 RNR_RETRY_EXC_ERR IBV_WC_RNR_RETRY_EXC_ERR;
     }
+    /// [`IbvAsyncEvent::event_type`].
+    EventType(c_uint) {
+        0 CQ_ERR IBV_EVENT_CQ_ERR;
+        1 QP_FATAL IBV_EVENT_QP_FATAL;
+        2 QP_REQ_ERR IBV_EVENT_QP_REQ_ERR;
+        3 QP_ACCESS_ERR IBV_EVENT_QP_ACCESS_ERR;
+        4 COMM_EST IBV_EVENT_COMM_EST;
+        8 DEVICE_FATAL IBV_EVENT_DEVICE_FATAL;
+        9 PORT_ACTIVE IBV_EVENT_PORT_ACTIVE;
+        10 PORT_ERR IBV_EVENT_PORT_ERR;
+    }
     /// [`IbvWc::opcode`].
     WcOpcode(c_uint) {
         128 RECV IBV_WC_RECV;

@@ -3,7 +3,7 @@
 use std::ffi::{CStr, c_char, c_int, c_uint};
 
 use crate::card::card;
-use crate::codes::{ACTIVE, PORT_ACTIVE, PORT_ERR, QP_FATAL};
+use crate::codes::{ACTIVE, DEVICE_FATAL, PORT_ACTIVE, PORT_ERR, QP_FATAL};
 use crate::counts::{self, Report};
 use crate::faults;
 use crate::told::host;
@@ -74,6 +74,22 @@ unsafe extern "C" fn allstream_test_verbs_set_port(device: *const c_char, port: 
     let contexts = shared.contexts.iter().filter(|(_, context)| context.device == at);
     let contexts: Vec<usize> = contexts.map(|(key, _)| *key).collect();
     contexts.into_iter().for_each(|context| shared.event(context, event, port.into()));
+    0
+}
+
+/// Has each device that this process has open say that it has failed, as a card does whose firmware has crashed. Nothing that was posted is carried out any more.
+#[unsafe(no_mangle)]
+extern "C" fn allstream_test_verbs_end_devices() -> c_int {
+    let Ok(mut card) = card() else { return libc::EIO };
+    let numbers: Vec<u32> = card.pairs.keys().copied().collect();
+    for number in numbers {
+        card.with(number, |pair, _| {
+            pair.sending.queue.iter_mut().for_each(|request| request.is_stalled = true)
+        });
+    }
+    let shared = &mut card.shared;
+    let contexts: Vec<usize> = shared.contexts.keys().copied().collect();
+    contexts.into_iter().for_each(|context| shared.event(context, DEVICE_FATAL, 0));
     0
 }
 
