@@ -1,4 +1,4 @@
-//! Where a job's flight recorders go, so that those of one job are together and its end can say where.
+//! The directory to which all ranks of a job write their flight recorders. The launcher names it when the job has failed.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -8,25 +8,27 @@ use std::time::SystemTime;
 use super::Job;
 
 const VARIABLE: &str = "ALLSTREAM_TRACE_DIR";
-/// Directories of jobs that are kept: the last ones.
+/// [`prune`] leaves the directories of so many jobs: those that changed last.
 const KEPT: usize = 64;
 
 /// The directory of a job's flight recorders.
 pub(super) struct Records {
-    /// `None`: they go nowhere.
+    /// `None`: the user turned flight recorders off.
     dir: Option<PathBuf>,
+    /// When the job began: older files in the directory are of other jobs.
     since: SystemTime,
 }
 
 impl Records {
-    /// Where the user says, or in a directory of the job's own, which is made when a rank has something to write.
+    /// The directory that the user names by [`VARIABLE`], or else one of this job's own. The same variable then names it to the ranks, and
+    /// the first rank that writes a flight recorder makes it.
     pub(super) fn of(job: &mut Job) -> Records {
         let given = job.env.iter().rev().find(|(key, _)| key == VARIABLE).map(|(_, value)| value.clone());
         let dir = match given.or_else(|| std::env::var_os(VARIABLE)) {
             Some(off) if off == "off" => None,
             Some(dir) => Some(dir.into()),
             None => {
-                // As the engine's own choice: each user has one that others cannot write to, nor keep from writing to.
+                // As in the engine's default, the user's number is in the name: the first user would own a directory for all.
                 let user = rustix::process::geteuid().as_raw();
                 let all = std::env::temp_dir().join(format!("allstream-{user}"));
                 prune(&all);
@@ -40,7 +42,7 @@ impl Records {
         Records { dir, since: SystemTime::now() }
     }
 
-    /// Where there are some of this job, if there are.
+    /// The directory, if a rank of this job has written a flight recorder there.
     pub(super) fn found(&self) -> Option<&Path> {
         let is_new = |entry: fs::DirEntry| {
             entry.path().extension() == Some(OsStr::new("json"))
@@ -54,7 +56,7 @@ impl Records {
     }
 }
 
-/// Removes the directories of old jobs.
+/// Removes the directories of old jobs from `all`, the user's directory.
 fn prune(all: &Path) {
     let is_job = |entry: &fs::DirEntry| entry.file_name().to_string_lossy().starts_with("job-");
     let jobs = fs::read_dir(all).into_iter().flatten().flatten().filter(is_job);
@@ -62,7 +64,7 @@ fn prune(all: &Path) {
         jobs.filter_map(|job| Some((job.metadata().ok()?.modified().ok()?, job.path()))).collect();
     jobs.sort_by_key(|(changed, _)| std::cmp::Reverse(*changed));
     for (_, dir) in jobs.into_iter().skip(KEPT) {
-        // Another launcher may be at it as well.
+        // An error does not matter: another launcher may be removing the same directory.
         let _ = fs::remove_dir_all(dir);
     }
 }

@@ -9,7 +9,7 @@ use super::time::Time;
 use crate::error::BoxError;
 
 const SIZE: (u32, u32) = (1200, 560);
-/// Told apart by those who see few colours, too: Okabe and Ito, 2008.
+/// Colours that colour-blind readers can tell apart, too (Okabe and Ito, 2008).
 const COLORS: [RGBColor; 7] = [
     RGBColor(0, 114, 178),
     RGBColor(213, 94, 0),
@@ -20,7 +20,7 @@ const COLORS: [RGBColor; 7] = [
     RGBColor(0, 0, 0),
 ];
 
-/// Writes an SVG: a line for each algorithm and link.
+/// Writes an SVG of two charts, time and bus bandwidth. Each has a line for each algorithm and link.
 pub(crate) fn write(report: &Report, path: &Path) -> Result<(), BoxError> {
     let area = SVGBackend::new(path, SIZE).into_drawing_area();
     area.fill(&WHITE)?;
@@ -40,7 +40,7 @@ pub(crate) fn write(report: &Report, path: &Path) -> Result<(), BoxError> {
     Ok(())
 }
 
-/// In place where there is such a form: how training loops call.
+/// The time of the collective in place, as training loops call it, or out of place where it has no form in place.
 fn time(row: &Row) -> &Time {
     row.in_place.as_ref().unwrap_or(&row.out_of_place)
 }
@@ -62,7 +62,7 @@ where
     if all.is_empty() {
         return Ok(());
     }
-    // Some room around, also around a single point.
+    // Each axis has some room around the points. Without it the range of a single point would have no length.
     let range = |of: fn(&(f64, f64)) -> f64| {
         let (least, most) =
             all.iter().map(of).fold((f64::MAX, 0.0_f64), |(least, most), x| (least.min(x), most.max(x)));

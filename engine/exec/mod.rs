@@ -1,7 +1,9 @@
-//! The executor: it alone runs plans, on links it does not look into.
+//! The executor: it alone runs plans. It knows links only as [`LinkTx`](crate::link::LinkTx) and [`LinkRx`](crate::link::LinkRx), not their
+//! kinds.
 //!
-//! One [`Endpoint`] per communicator and rank holds the table of operations in flight and what runs them: a
-//! [`PartRun`](run::PartRun) for each part, in one kind of memory ([`Backend`](backend::Backend), [`Lends`](lends::Lends)). Whoever has time drives it: the process's progress thread, or the thread that polls or waits. Nothing blocks inside.
+//! One [`Endpoint`] per communicator and rank holds the table of operations in flight and what runs them: a [`PartRun`](run::PartRun) for
+//! each part, in one kind of memory ([`Backend`](backend::Backend), [`Lends`](lends::Lends)). Whoever has time drives the endpoint: the
+//! process's progress thread, or a thread that submits, polls or waits. Nothing in a pass blocks.
 
 mod active;
 pub(crate) mod backend;
@@ -45,8 +47,8 @@ pub(crate) use run::{STRIPE, StagedBuf, cut};
 pub(crate) use runtime::{Runtime, Task};
 pub(crate) use timed::{Clock, Loans, Timed};
 
-/// Operations of a communicator that may be queued or in flight on a rank. Nobody should meet this bound: it is there for the memory by which
-/// operations are kept, about half a kilobyte each.
+/// How many operations of a communicator a rank may have queued or in flight. Programs should never come near this bound. It limits the
+/// memory that the table takes, about half a kilobyte for each operation.
 pub(crate) const QUEUE_LIMIT: usize = 1 << 20;
 
 /// What an attempt to make progress came to.
@@ -54,7 +56,7 @@ pub(crate) const QUEUE_LIMIT: usize = 1 << 20;
 pub(crate) enum Progress {
     /// Something moved.
     Advanced,
-    /// There is work, and it waits for a peer (or its input).
+    /// Nothing moved. There may be work, which waits for a peer, for its input, or for a lock that another thread holds.
     Blocked,
     /// There is nothing to do.
     Idle,

@@ -1,10 +1,11 @@
-//! What peers may still touch although the operation that lent it is over, kept until they cannot any more.
+//! Memory that peers may still touch although the operation that lent it is over. It is kept here until no peer can touch it any more.
 //!
-//! A communicator that dies takes back what it has lent. A peer in another process cannot be made to stop reading or
-//! writing: it says so when it hangs up, which one that is stopped does not. What it was lent is then given back to nobody, and
-//! used for nothing else, until the peer has hung up after all, or its process has exited: one that is dead writes nothing.
-//! The same holds for what a link may still write to by itself, until it says that it does not; and for memory of devices that peers' devices may write to.
-//! The process's progress thread looks now and then, for as long as anything is kept.
+//! A communicator that dies takes back what it has lent. It cannot make a peer in another process stop reading or writing. A peer
+//! that has ended its access hangs up, but a process that is suspended (SIGSTOP, say) does not. Memory that was lent to such a
+//! peer is then given back to nobody and used for nothing else, until the peer has hung up after all, has released all frames, or has
+//! exited: a dead process writes nothing. Memory that a link may still write to by itself is kept likewise, until the link says that it
+//! writes no more; so is memory of a device, until the communicator's [`Bound`](super::carrier::Bound) says that no device touches it.
+//! As long as anything is kept, the process's progress thread checks every [`LOOK`] what has become free.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -18,18 +19,18 @@ use crate::link::exit::Lease;
 use crate::link::region::{Region, WeakSlot};
 use crate::mem::ErasedBufs;
 
-/// How often the progress thread looks.
+/// How often the progress thread calls [`look`].
 pub(super) const LOOK: Duration = Duration::from_millis(50);
 
 /// What is kept.
 pub(crate) enum What {
-    /// The buffers of an operation, and what was to copy them to or from a device.
+    /// The buffers of an operation, and the carrier that was to copy its results back to a device, if there is one.
     Buffers(#[allow(dead_code)] ErasedBufs, #[allow(dead_code)] Option<Box<dyn Send>>),
-    /// The same, of memory on a device. A thread that nobody waits for drops it, as that may call the driver.
+    /// The same where devices may touch the memory. Dropping it may call the driver, so a thread that nobody waits for does it.
     OnDevice(#[allow(dead_code)] ErasedBufs, #[allow(dead_code)] Option<Box<dyn Send>>),
-    /// What else there is of operations on a device.
+    /// Other memory of failed operations that devices may touch. It is dropped as `OnDevice` is.
     Remains(#[allow(dead_code)] Box<dyn Send>),
-    /// What ran it, with memory of its own.
+    /// What ran a collective (`Active`): links may still write to memory of its own, such as accumulators.
     Run(#[allow(dead_code)] Box<dyn Send>),
     /// Staging slots.
     Slots(#[allow(dead_code)] Vec<WeakSlot>),
@@ -37,15 +38,16 @@ pub(crate) enum What {
 
 struct Kept {
     what: What,
-    /// It is free when all are over.
+    /// `what` is free when all of these are over.
     leases: Vec<Arc<Lease>>,
 }
 
 static KEPT: Mutex<Vec<Kept>> = Mutex::new(Vec::new());
-/// How many there are.
+/// The length of [`KEPT`], which is read without its lock.
 static COUNT: AtomicUsize = AtomicUsize::new(0);
 
-/// Keeps it until all leases are over. The progress thread is to be woken then ([`keep_and_look`](super::progress_thread::keep_and_look)).
+/// Keeps `what` until all leases are over. Called by [`keep_and_look`](super::progress_thread::keep_and_look) alone, which then wakes the
+/// progress thread.
 pub(super) fn keep(what: What, leases: Vec<Arc<Lease>>) {
     let mut kept = KEPT.lock();
     kept.push(Kept { what, leases });
@@ -56,7 +58,7 @@ pub(super) fn is_empty() -> bool {
     COUNT.load(Ordering::Acquire) == 0
 }
 
-/// Operations of a rank whose buffers are kept.
+/// How many operations of the rank with this region have buffers that are kept.
 pub(crate) fn buffers(region: &Arc<Region>) -> usize {
     if is_empty() {
         return 0;
@@ -68,7 +70,7 @@ pub(crate) fn buffers(region: &Arc<Region>) -> usize {
     KEPT.lock().iter().filter(is_ours).count()
 }
 
-/// Gives up what nobody can touch any more.
+/// Drops all that nobody can touch any more.
 pub(super) fn look() {
     let free: Vec<Kept> = {
         let mut kept = KEPT.lock();
@@ -81,7 +83,7 @@ pub(super) fn look() {
             drop_later(kept);
             continue;
         }
-        // A buffer's drop may be somebody else's code: a panic in it (reported on stderr) ends here.
+        // Dropping a buffer may run a user's code. A panic there is reported on stderr and ends here.
         let _ = catch_unwind(AssertUnwindSafe(|| drop(kept)));
     }
 }

@@ -1,4 +1,4 @@
-//! The frame header: 64 bytes, the same fields on every link.
+//! The header of a frame. It has the same fields on every link. Links over a network (TCP, RDMA) send it as 64 bytes.
 
 use crate::types::Signature;
 
@@ -7,26 +7,28 @@ pub(crate) const HEADER_BYTES: usize = 64;
 /// First bytes of a frame on the wire.
 const MAGIC: u32 = 0x4d53_4c41; // "ALSM"
 
-/// Which operation a frame belongs to, which part of it this is, and what the sender called.
+/// Says which operation a frame belongs to, which piece of that operation's data it carries, and what the sender called.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Header {
-    /// The communicator's low half: a check, for a link belongs to one.
+    /// The low half of the communicator's number. The receiver only checks it, as each link belongs to one communicator.
     pub(crate) comm: u32,
     /// Operation number (message number for send/recv).
     pub(crate) op: u64,
-    /// First element of this slice in its chunk (first byte, for send/recv).
+    /// First element of this slice in its chunk (of a loan: its first byte in the chunk). For send/recv: the first byte of this frame
+    /// in the message, or, in a frame without payload, a number that the frame tells (how many credits, say).
     pub(crate) offset: u64,
     /// Payload bytes.
     pub(crate) len: u32,
-    /// Which message of the plan on this link (frame type, for send/recv).
+    /// The number of the part in the high 16 bits, and in the low ones which of the plan's messages on this link it is (0xffff: a loan).
+    /// For send/recv: the type of the frame.
     pub(crate) message: u32,
     /// What the sender called.
     pub(crate) signature: Signature,
 }
 
 impl Header {
-    /// As bytes for a stream, little-endian.
+    /// The header as it goes over the wire, little-endian.
     pub(crate) fn encode(&self) -> [u8; HEADER_BYTES] {
         let mut bytes = [0; HEADER_BYTES];
         let s = &self.signature;
@@ -44,7 +46,7 @@ impl Header {
         bytes
     }
 
-    /// Reads a header that came from outside; says what is wrong with it.
+    /// Reads a header that came from outside, of a frame with at most `max_len` bytes of payload. The error says what is wrong with it.
     pub(crate) fn decode(bytes: &[u8; HEADER_BYTES], max_len: usize) -> Result<Header, String> {
         let u32_at = |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
         let u64_at = |at: usize| u64::from(u32_at(at)) | u64::from(u32_at(at + 4)) << 32;

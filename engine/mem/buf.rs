@@ -1,4 +1,4 @@
-//! [`Buf`]: memory that an operation owns while it is in flight; [`HostBuf`]: such memory of ours on the host.
+//! [`Buf`]: memory that an operation owns while the operation is in flight; [`HostBuf`]: allstream's own `Buf` in the host's memory.
 
 use std::alloc::{Layout, alloc_zeroed, handle_alloc_error};
 use std::fmt;
@@ -11,29 +11,31 @@ use crate::types::{DType, Element};
 
 /// Memory that can be handed to an operation by value and comes back with its result: the host's, or a device's.
 ///
-/// All [`HostMemory`] is one: implement that for an owner of host memory. [`DeviceBuf`](crate::cuda::DeviceBuf) is one,
-/// too.
+/// Every [`HostMemory`] is a `Buf`: implement `HostMemory` for an owner of host memory of your own. [`DeviceBuf`](crate::cuda::DeviceBuf)
+/// is a `Buf`, too.
 ///
-/// An operation owns its buffer, so none is given by reference. Gradients that are held in a struct are taken out and put
-/// back:
+/// An operation owns its buffer, so no call takes a buffer by reference. Take gradients that a struct holds out of the struct, and put
+/// the result back:
 ///
 /// ```
 /// # struct Model { grads: Vec<f32> }
 /// # fn main() -> Result<(), allstream::Error> {
 /// # let mut comm = allstream::Comm::local(1)?.remove(0);
 /// # let mut model = Model { grads: vec![0.5; 8] };
-/// model.grads = comm.all_reduce(std::mem::take(&mut model.grads)).wait()?; // an empty Vec meanwhile, and after a failure
+/// model.grads = comm.all_reduce(std::mem::take(&mut model.grads)).wait()?; // meanwhile, and after a failure, `grads` is an empty Vec
 /// # assert_eq!(model.grads.len(), 8); Ok(()) }
 /// ```
 ///
 /// # Safety
 ///
-/// What [`location`](Self::location) says holds, however often the value is moved, until it is dropped or changed through
-/// `&mut self`; and as long as an operation, or an [`AnyBuf`](super::AnyBuf), owns the value, nobody else reads or writes the
-/// memory; [`dtype`](Self::dtype) and [`len`](Self::len) say what is there. On the host,
-/// `len()` elements are there as [`HostMemory`] says; on a device, they are valid for reads and writes by work that is
-/// put on the stream of the location, after what is on it; and when the value comes back or is dropped after a failure,
-/// copies of the engine's may still be on that stream: the memory is used again, or freed, in its order only.
+/// - What [`location`](Self::location) says holds, however often the value is moved, until it is dropped or changed through
+///   `&mut self`. The memory has [`len`](Self::len) elements of type [`dtype`](Self::dtype).
+/// - As long as an operation, or an [`AnyBuf`](super::AnyBuf), owns the value, nobody else reads or writes the memory.
+/// - On the host, the elements are valid as [`HostMemory`] asks.
+/// - On a device, the elements are valid for reads and writes by work that is put on the location's stream behind all that is on that
+///   stream already.
+/// - When the value comes back, or is dropped after a failure, copies that the engine made may still be on that stream. So the
+///   implementation uses the device's memory again, and frees it, only in the order of that stream.
 #[diagnostic::on_unimplemented(
     message = "`{Self}` is not a buffer that an operation can own",
     label = "not a buffer",
@@ -43,13 +45,13 @@ use crate::types::{DType, Element};
     note = "one number goes without a buffer: all_reduce_value(x), broadcast_value(x, root), all_gather_value(x)"
 )]
 pub unsafe trait Buf: Send + 'static {
-    /// The element type; [`Untyped`](super::Untyped) where only the value knows.
+    /// The element type; [`Untyped`](super::Untyped) where only [`dtype`](Self::dtype) can tell it.
     type Elem: 'static;
     /// Number of elements.
     fn len(&self) -> usize;
-    /// The type of the elements, [`Elem`](Self::Elem)'s where that is an [`Element`].
+    /// The type of the elements: that of [`Elem`](Self::Elem), where `Elem` is an [`Element`].
     fn dtype(&self) -> DType;
-    /// Whether there are none.
+    /// Whether there are no elements.
     fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -65,18 +67,18 @@ pub struct Location(pub(crate) Where);
 pub(crate) enum Where {
     Host(*mut u8),
     Device(DeviceMemory),
-    /// Nowhere that an operation could use: why.
+    /// No operation can use the memory, for this reason.
     Unfit(&'static str),
 }
 
 impl Location {
-    /// On the host, from here on.
+    /// In the host's memory, from `start` on.
     pub fn host<T: Element>(start: *mut T) -> Location {
         Location(Where::Host(start.cast()))
     }
 }
 
-/// A buffer as calls see it: where it is, how many elements it has, and of what type.
+/// A buffer as calls see it: where its elements are, how many they are, and of which type.
 #[doc(hidden)]
 #[derive(Clone, Debug)]
 pub struct RawBuf {
@@ -94,7 +96,7 @@ impl RawBuf {
         self.len * self.dtype.size()
     }
 
-    /// Where it is on a device; `None` where it is on the host.
+    /// The memory, if it is a device's.
     pub(crate) fn device_memory(&self) -> Option<&DeviceMemory> {
         match &self.place.0 {
             Where::Host(_) | Where::Unfit(_) => None,
@@ -102,7 +104,7 @@ impl RawBuf {
         }
     }
 
-    /// Why it cannot be used as it is.
+    /// Why no operation can use the buffer as it is; `None`: operations can.
     pub(crate) fn unfit(&self) -> Option<&'static str> {
         match self.place.0 {
             Where::Unfit(why) => Some(why),
@@ -110,7 +112,7 @@ impl RawBuf {
         }
     }
 
-    /// What has become of the collectives on it, where it is a device's.
+    /// The operations that a device's buffer depends on. `None` on the host, and where the buffer keeps no list of them.
     pub(crate) fn fate(&self) -> Option<&Arc<Fate>> {
         self.device_memory()?.fate.as_ref()
     }
@@ -155,14 +157,14 @@ impl SliceOwner for Heap {
 impl<T: Element> HostBuf<T> {
     /// `len` elements of zero.
     ///
-    /// Where there is no memory for them the process is aborted, by the allocator's handler, as by `Vec`;
-    /// [`try_zeroed`](Self::try_zeroed) says so instead.
+    /// If there is no memory for them, the allocator's handler aborts the process, as it does for `Vec`;
+    /// [`try_zeroed`](Self::try_zeroed) returns an error instead.
     pub fn zeroed(len: usize) -> HostBuf<T> {
         Self::allocate(len)
             .unwrap_or_else(|| handle_alloc_error(Layout::array::<T>(len).unwrap_or(Layout::new::<T>())))
     }
 
-    /// The same, for a length that may be anything.
+    /// As [`zeroed`](Self::zeroed), but does not abort where there is no memory for `len` elements.
     ///
     /// # Errors
     /// [`Error::Invalid`]: there is no memory for so many elements.
@@ -175,7 +177,7 @@ impl<T: Element> HostBuf<T> {
 
     fn allocate(len: usize) -> Option<HostBuf<T>> {
         let lines = len.checked_mul(size_of::<T>())?.div_ceil(size_of::<Line>());
-        // SAFETY: bytes may be zero.
+        // SAFETY: a `Line` is bytes, which may all be zero.
         let mut lines: Vec<Line> = unsafe { zeroed(lines) }?;
         let start = lines.as_mut_ptr().cast();
         // SAFETY: `len` elements fit the lines, which are aligned for every Element and do not move with their vector; they are zero,
@@ -184,14 +186,14 @@ impl<T: Element> HostBuf<T> {
     }
 }
 
-/// A vector of so many zeroes; `None`: there is no memory for them. Where the system gives zeroed pages nothing is written
-/// here, so what it costs does not grow with the length.
+/// A vector of `len` zeroes; `None`: there is no memory for them. Where the allocator gets zeroed pages from the system, nobody writes
+/// the zeroes, and the call takes no longer for a larger `len`.
 pub(crate) fn zeroes<T: Element>(len: usize) -> Option<Vec<T>> {
     // SAFETY: every Element is valid when zero.
     unsafe { zeroed(len) }
 }
 
-/// As [`zeroes`].
+/// As [`zeroes`], for types that need not be elements.
 ///
 /// # Safety
 /// A `T` all of whose bytes are zero is valid.
@@ -202,8 +204,8 @@ unsafe fn zeroed<T>(len: usize) -> Option<Vec<T>> {
     }
     // SAFETY: the layout's size is not zero.
     let start = NonNull::new(unsafe { alloc_zeroed(layout) })?;
-    // SAFETY: the global allocator gave it, with the layout that a vector of this capacity has; it is nobody else's, and
-    // all `len` elements are initialised, as the caller promises.
+    // SAFETY: the global allocator gave `start`, with the layout of a vector of capacity `len`. Nobody else has the memory, and
+    // all `len` elements are initialised: they are zero, which the caller promises is valid.
     Some(unsafe { Vec::from_raw_parts(start.as_ptr().cast(), len, len) })
 }
 

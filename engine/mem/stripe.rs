@@ -1,26 +1,27 @@
-//! Operations on memory that is copied to the host first: how far what is there reaches, and how much is pinned for that.
+//! *Staged* operations, whose device memory is copied to the host and back in stripes: how far one can go, and how much memory is pinned.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Bytes of the host's memory that this process has pinned for such operations, in use or kept for the next.
+/// Bytes of the host's memory that this process has pinned for staged operations, in use or kept for the next ones.
 pub(crate) static PINNED: AtomicUsize = AtomicUsize::new(0);
 
-/// As [`PINNED`] has it now.
+/// The value of [`PINNED`] now.
 pub(crate) fn pinned_bytes() -> usize {
     PINNED.load(Ordering::Relaxed)
 }
 
-/// A point in an operation: all parts before one, and so many rounds of that (of a message: bytes).
+/// How far an operation is or may go, as `(part, rounds)`: all parts before that one, and so many rounds of it (of a message: bytes).
 pub(crate) type Reach = (usize, usize);
 
 /// All of an operation.
 pub(crate) const ALL: Reach = (usize::MAX, 0);
 
-/// What is copied together, each way.
+/// The pieces of staged buffers that are copied to the host together, and later back together.
 pub(crate) struct Stripe {
-    /// Of each item by its number: bytes.
+    /// Of each piece: the number of the staged buffer, and which of its bytes.
     pub(crate) pieces: Vec<(usize, Range<usize>)>,
-    /// The operation can go as far as this once it is there, and is done with it from this on.
+    /// How far the operation may go once this stripe and those before it are on the host. When the operation is this far, it needs
+    /// none of them any more, and they can be copied back.
     pub(crate) reach: Reach,
 }

@@ -1,4 +1,4 @@
-//! Simulated times against the formulas of the alpha-beta model, where it has one.
+//! Tests of [`simulate`]: its times against the formulas of the alpha-beta model, where that model has one.
 
 use super::*;
 
@@ -12,7 +12,7 @@ fn seconds(kind: Kind, algo: Algo, n: usize, bytes: usize, network: &Network) ->
     simulate(kind, algo, n, bytes, network).expect("a simulation").time.as_secs_f64()
 }
 
-/// Of one slice or less, nothing is pipelined: hops and bytes are all there is.
+/// Messages of one slice or less are not pipelined: the time is that of their hops, and a hop takes the latency and one frame's bytes.
 #[test]
 fn small_messages_take_their_hops() {
     let (alpha, header) = (ALPHA.as_secs_f64(), 64.0 / 10e9);
@@ -27,7 +27,7 @@ fn small_messages_take_their_hops() {
     }
 }
 
-/// Of many slices, the bytes through a port are: 2(n-1)/n of them, and little more.
+/// A message of many slices is pipelined: a ring takes little longer than 2(n-1)/n of the bytes take through one port.
 #[test]
 fn large_rings_are_as_fast_as_their_ports() {
     for n in [2, 4, 8, 16] {

@@ -1,4 +1,5 @@
-//! Removes the files of old worlds, so that the default directory does not fill up. Directories that a user named are the user's.
+//! Removes the flight recorders of old worlds from the default directory, so that it does not fill up. No other directory that a user has
+//! named (`ALLSTREAM_TRACE_DIR`) is touched.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -8,22 +9,22 @@ use std::time::SystemTime;
 
 use super::{default_directory, directory};
 
-/// Worlds whose files are kept: the last ones.
+/// How many worlds' files are kept: those of the worlds that have written last.
 const KEPT: usize = 64;
 
-/// Removes what is too old, the first time that this process writes a file.
+/// Removes the files of old worlds from the default directory, when this process has written its first file there.
 pub(super) fn once() {
     static DONE: AtomicBool = AtomicBool::new(false);
     let default = default_directory();
     if directory().as_ref() == Some(&default) && !DONE.swap(true, Ordering::Relaxed) {
-        // Another process may be at it as well, and remove a file first.
         if let Err(error) = prune(&default, KEPT) {
             tracing::debug!(%error, "old flight recorders were not removed");
         }
     }
 }
 
-/// Leaves the files of the last `kept` worlds in a directory.
+/// Removes from a directory the files of all worlds but the `kept` that have written last. Another process may do the same at this
+/// time, so a file that is found may be gone when it is looked at or removed: that is no error.
 fn prune(dir: &Path, kept: usize) -> io::Result<()> {
     // By the world's name: when its last file was written, and all its files.
     let mut worlds: BTreeMap<String, (SystemTime, Vec<PathBuf>)> = BTreeMap::new();

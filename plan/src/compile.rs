@@ -1,25 +1,25 @@
-//! From a plan to what an executor runs: the plan, and what each step has to wait for.
+//! Compiles a plan to what an executor runs, a [`Program`]: the plan, and what each of its steps has to wait for.
 //!
 //! # How a program is run
 //!
 //! Each step takes the slices of its chunk in order. For each slice:
 //!
-//! 1. It waits for `after_write`. A **copy** (one operand, not marked `early`) also waits for `after_read` here: it
-//!    goes straight to its `dst`.
+//! 1. It waits for the steps in `after_write` ([`StepNode`]). A **copy** (one operand, not marked `early`) also waits for those in
+//!    `after_read` here, as it writes straight to its `dst`.
 //! 2. It gathers its operands, in order.
 //! 3. A **combining** step (two operands or more), or an early copy, waits for `after_read` only now, with the result in its
-//!    *hand* (one slice of memory): partners that send from where they write (recursive doubling, one-shot
-//!    in place, the barrier) would otherwise wait for each other for ever.
-//! 4. It stores the result in `dst` and sends from there (a copy of the input: from the input), going on with the next slice
-//!    meanwhile. Without `dst` the result stays in the hand, and the next slice waits until all sends of this one are taken.
-//!    A step that only sends from our own memory needs no hand: it lends its source.
+//!    *hand* (memory for one slice; the engine says *accumulator*). Otherwise partners that send from where they write (recursive
+//!    doubling, one-shot in place, the barrier) would wait for each other for ever.
+//! 4. It stores the result in `dst` and sends it from there. (An executor may send a copy of the input from the input.) It goes on
+//!    with the next slice meanwhile. Without `dst` the result stays in the hand, and the next slice waits until all receivers have
+//!    taken this one. A step that only sends from our own memory needs no hand: what it sends stays where it lies.
 //!
 //! In a plan of loans, a step that lends ([`Step::loan`]) waits for `after_write` and `after_read`, and then offers the slice to
 //! the borrower, in the order of the link's messages. The slice counts as computed and as released when the borrower gives it
-//! back. A step that borrows combines a slice only when every rank whose loan it reads or writes into has offered that slice; it
-//! writes the result into those loans when it stores it in `dst`, and gives the slice of all of them back.
+//! back. A step that borrows combines a slice only when every rank whose loan it reads or writes into has offered that slice. When
+//! it stores the result in `dst`, it also writes it into the loans named in `Step::into`, and gives the slice back to all lenders.
 //!
-//! The checker proves the plans under these rules without any buffering in links ([`super::check`]).
+//! The checker ([`super::check`]) proves that plans are right under these rules, over links that buffer nothing.
 
 use crate::{Algo, At, Kind, Loan, OUTPUT, Operand, Plan, Rank, Shape, Step};
 
@@ -37,32 +37,33 @@ pub struct Program {
     pub recvs: Vec<Vec<u32>>,
     /// The same collective by loans, for ranks that can touch each other's memory, if there is such a plan ([`crate::lending()`]).
     pub lending: Option<Lending>,
-    /// A message may wait until all its slices are there, and go as one: allowed by [`goes_whole`], and wanted.
+    /// A message may wait until all its slices are there, and go as one. A caller of [`compile`](Program::compile) that wants that sets
+    /// this, where [`goes_whole`] allows it.
     pub whole: bool,
-    /// Each result is combined by one step from what the ranks gave ([`deterministic`](super::deterministic)): no sum on the way is
-    /// rounded to the type of the elements.
+    /// One single step combines each result from the ranks' own inputs, so no partial sum is rounded to the elements' type on the
+    /// way. A caller of [`compile`](Program::compile) sets this, where [`deterministic`](super::deterministic) says so.
     pub one_fold: bool,
 }
 
-/// A plan of loans, as an executor runs it: this rank lends each peer what it is to be lent, borrows what its peers lend, folds
-/// all of it in one step, and gives it back.
+/// A plan of loans, as an executor runs it: this rank makes its loans to its peers, borrows what they lend, folds all of that in one
+/// step, and gives their loans back.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Lending {
     /// The plan.
     pub plan: Plan,
-    /// By peer: what it is lent, if anything.
+    /// By peer: what this rank lends it, if anything.
     pub loans: Vec<Option<Loan>>,
-    /// By peer: whether the step that folds needs a loan of its.
+    /// By peer: whether the step that folds needs a loan from it.
     pub borrows: Vec<bool>,
     /// The step that folds, if there is one.
     pub fold: Option<usize>,
 }
 
 impl Lending {
-    /// Works out who lends what to whom.
+    /// Works out what this rank lends to whom, and from whom it borrows.
     ///
     /// # Panics
-    /// If the plan names a rank that does not exist; [`crate::lending()`] makes none such.
+    /// If the plan names a rank that does not exist; [`crate::lending()`] makes no such plan.
     pub fn compile(plan: Plan) -> Lending {
         let mut loans = vec![None; plan.size];
         for loan in plan.steps.iter().filter_map(|step| step.loan) {
@@ -77,38 +78,39 @@ impl Lending {
     }
 }
 
-/// A step in the graph of which step waits for which: what it waits for, slice by slice. Only what does not follow from the rest.
+/// A step in the graph of which step waits for which. Each of its slices waits for the same slice of the steps in `after_write` and
+/// `after_read`. An earlier step is left out where waiting for the others is enough.
 #[derive(Clone, Debug, PartialEq, Eq, Default)]
 pub struct StepNode {
-    /// Earlier steps that wrote a `(slot, chunk)` that this step reads or writes: they must have computed.
+    /// Earlier steps that write a `(slot, chunk)` which this step reads or writes: they must have computed the slice.
     pub after_write: Vec<u32>,
     /// Earlier steps that read, or send from, the `(slot, chunk)` that this step writes: they must have
-    /// computed, and their sends must have been released.
+    /// computed the slice, and its receivers must have released it.
     pub after_read: Vec<u32>,
-    /// Whether the result may have to wait in a hand of one slice: it has no `dst` to be sent from, or it is
-    /// gathered before its `dst` is free.
+    /// Whether a result may have to wait in the hand: the step has no `dst` to send it from, or gathers its operands before
+    /// `dst` is free.
     pub hand: bool,
     /// Later steps that may wait for this one.
     pub dependents: Vec<u32>,
-    /// Its `dst` is the caller's, and nothing else in the plan reads or writes that chunk: what is stored there stays.
+    /// Its `dst` is in the caller's output, and nothing else in the plan reads or writes that chunk: what is stored there stays.
     pub is_final: bool,
 }
 
-/// How a step holds what it sends.
+/// Where a step holds what it sends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Holds {
-    /// Only lends our own memory: one own operand, no `dst`.
+    /// Where it lies already: the step only sends from our own memory (one own operand, no `dst`).
     Source,
     /// In `dst`.
     Dst,
-    /// In the hand: computed, but kept nowhere.
+    /// In the hand: the step computes it, but has no `dst`.
     Hand,
-    /// Sends nothing: it lends ([`Step::loan`]).
+    /// Nowhere: the step sends nothing, it lends ([`Step::loan`]).
     Loan,
 }
 
 impl Step {
-    /// How this step holds what it sends.
+    /// Where this step holds what it sends.
     #[inline]
     pub fn holds(&self) -> Holds {
         match (self.dst, self.operands.as_slice()) {
@@ -135,7 +137,7 @@ impl Step {
         self.into.iter().copied().filter(|from| !self.operands.contains(&Operand::Lent(*from)))
     }
 
-    /// A chunk of its own memory, if it names one: all that it names, and its messages, have one length.
+    /// A chunk of our own memory that the step names, if it names any. All chunks that it names, and its messages, have one length.
     #[inline]
     pub fn chunk(&self) -> Option<At> {
         let own = self.operands.iter().find_map(|o| match o {
@@ -145,7 +147,7 @@ impl Step {
         self.dst.or(own).or(self.loan.map(|loan| loan.read))
     }
 
-    /// Whether it combines operands, or copies one.
+    /// Whether it combines several operands. Else it copies one, or lends.
     #[inline]
     pub fn combines(&self) -> bool {
         self.operands.len() > 1
@@ -173,7 +175,7 @@ impl Program {
     /// Work out what each step waits for.
     ///
     /// # Panics
-    /// If the plan names a rank, a slot or a chunk that does not exist; [`super::plan`] makes none such.
+    /// If the plan names a rank, a slot or a chunk that does not exist; [`super::plan`] makes no such plan.
     pub fn compile(plan: &Plan) -> Program {
         let mut touched: Vec<Vec<Touched>> =
             plan.slots.iter().map(|l| vec![Touched::default(); l.chunks() as usize]).collect();
@@ -204,7 +206,7 @@ impl Program {
             if let Some(at) = step.dst {
                 let t = of(&mut touched, at);
                 t.named += 1;
-                // Readers have waited for the writer before them.
+                // Readers have waited for the last writer themselves: to wait for them is enough.
                 if t.readers.is_empty() {
                     add(&mut node.after_write, t.writer);
                 }
@@ -216,7 +218,7 @@ impl Program {
             }
             node.hand = match step.holds() {
                 Holds::Source | Holds::Loan => false,
-                // What is only written into loans goes straight there: they are all there when it is combined.
+                // A result that is only written into loans goes straight there: all of them are there when the step combines.
                 Holds::Hand => !step.send.is_empty(),
                 Holds::Dst => step.gathers_early() && !node.after_read.is_empty(),
             };
@@ -237,9 +239,9 @@ impl Program {
     }
 }
 
-/// Whether no rank's plan has a hand, whoever works in place. Then messages of any length, that are sent when all of them is
-/// there and released when all is taken, come to their end too ([`super::check`]). Where a rank holds one slice in its
-/// hand, it takes the next one when that is gone, and its peer may wait for both to be released.
+/// Whether no step of any rank's plan has a hand, whichever ranks work in place. Then the plans come to their end ([`super::check`])
+/// also if each message is sent only when all its slices are there, and released only when all are taken. With a hand they might
+/// not: a step takes its next slice only when the hand is empty, while its peer may wait until both slices are released.
 pub fn goes_whole(kind: Kind, algo: Algo, shape: &Shape<'_>) -> bool {
     let handless = |rank: Rank, in_place: bool| {
         let plan = super::plan(kind, algo, &Shape { rank, in_place, ..*shape });
@@ -248,8 +250,8 @@ pub fn goes_whole(kind: Kind, algo: Algo, shape: &Shape<'_>) -> bool {
     (0..shape.n).all(|rank| handless(rank, false) && handless(rank, true))
 }
 
-/// Step `i` lends. Its node waits as that of a step that reads the one chunk and writes the other, and is over only when all is
-/// given back.
+/// Notes what step `i`, which lends, waits for: the same as a step that reads chunk `loan.read` and writes chunk `loan.write`. To
+/// later steps it is over only when the peer has given the memory back.
 fn lend(touched: &mut [Vec<Touched>], node: &mut StepNode, loan: Loan, i: u32) {
     let t = of(touched, loan.read);
     t.named += 1;

@@ -1,5 +1,6 @@
-//! How clocks of hosts differ, so that times in flight recorders of several hosts can be compared: each rank of another host asks
-//! rank 0 what time it is there. The answer was given between the question and its arrival, so half of that time is the error.
+//! How far the clocks of hosts are apart, so that times in flight recorders of several hosts can be compared. Each rank that is on
+//! another host than rank 0 asks rank 0 for the time. Rank 0 reads its clock at some moment between the departure of the question
+//! and the arrival of the answer. The asking rank takes the middle of that span for the moment, so the error is at most half the span.
 
 use std::sync::{Arc, Weak};
 use std::time::Duration;
@@ -9,17 +10,17 @@ use crate::group::message::Message;
 use crate::trace::{ClockDifference, unix_us};
 use crate::types::Rank;
 
-/// Questions in a row, of which the fastest answer counts.
+/// How many questions a rank sends in a row. The answer that comes fastest has the smallest error, so it counts.
 const QUESTIONS: usize = 5;
-/// From one question of a row to the next.
+/// The time from one question of a row to the next.
 const PAUSE: Duration = Duration::from_millis(20);
-/// From one row to the next: clocks drift.
+/// The pause between two rows. Clocks drift, so one row is not enough.
 const AGAIN: Duration = Duration::from_secs(60);
-/// A difference that is this much older counts less than one whose error is a microsecond larger.
+/// The error of a known difference counts as a microsecond larger for each `DRIFT_US` microseconds of its age.
 const DRIFT_US: f64 = 1e5;
 
 impl World {
-    /// Compares clocks from now on, if rank 0 is on another host.
+    /// If rank 0 is on another host, asks it for the time again and again, until the world is dropped.
     pub(in crate::comm) fn compare_clocks(self: &Arc<Self>) {
         if self.hosts.of_ranks.first() == self.hosts.of_ranks.get(self.rank) {
             return;
@@ -41,7 +42,7 @@ impl World {
         }
     }
 
-    /// Somebody asks for the time, or has answered.
+    /// Answers `from`, which asks for the time (`at_us` is `None`), or notes rank 0's answer if it is better than the known one.
     pub(super) fn clock_told(&self, from: Rank, asked_us: f64, at_us: Option<f64>) {
         let now = unix_us();
         let Some(at) = at_us else {

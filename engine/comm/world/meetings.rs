@@ -1,8 +1,9 @@
-//! How the survivors of a communicator meet to make the next one ([`Comm::shrink`](crate::Comm::shrink)): each says over the
-//! control connections what it brings, since the data path is dead.
+//! How the survivors of a communicator meet to make the next one ([`Comm::shrink`](crate::Comm::shrink)).
 //!
-//! A member that shrinks says to every other member exactly once that it comes, and what it brings, or that it does not come.
-//! So nobody waits for a live member that has given up: only for one that has not called yet, and at most until the deadline.
+//! They exchange the same as the members of a `split`, but over the control connections, because the data links of the old
+//! communicator are dead. Each member that shrinks sends every other member one *answer*: that it comes and what it brings, or that it
+//! does not come. So nobody waits for a live member that has given up, only for one that has not answered yet, and at most until the
+//! deadline.
 
 use std::num::NonZeroUsize;
 use std::sync::Arc;
@@ -19,17 +20,17 @@ use crate::exec::Endpoint;
 use crate::group::message::{CommId, Message};
 use crate::types::{Map, Rank, mix};
 
-/// Communicators of which it is kept what members said of meeting; the last ones.
+/// For how many communicators answers are kept. Beyond these, the one that has had no answer for the longest time is forgotten.
 const KEPT: NonZeroUsize = NonZeroUsize::MIN.saturating_add(1023);
-/// How often a member that waits looks at what was said.
+/// How often a member that waits looks for new answers.
 const LOOK: Duration = Duration::from_micros(200);
-/// Sets the name of a communicator that was shrunk apart from its children's.
+/// Goes into the id of the communicator that a shrink makes, to set it apart from the children that `split` makes: "shrunk" in ASCII.
 const SHRUNK: u64 = 0x7368_7275_6e6b;
 
-/// What a member brings to a communicator that is made: a row of [`Proposal`](super::pool::Proposal). `None`: it does not come.
+/// A member's answer: its row of the [`Proposal`](super::pool::Proposal) for the new communicator; `None`: it does not come.
 type Said = Option<[u64; ROW]>;
 
-/// What was said by members, by communicator to be made and by rank of the world.
+/// The members' answers, by the communicator that is to be made and by the member's rank in the world.
 pub(super) struct Meetings(Mutex<LruCache<CommId, Map<Rank, Said>>>);
 
 impl Default for Meetings {
@@ -39,7 +40,7 @@ impl Default for Meetings {
 }
 
 impl Meetings {
-    /// A member has said whether it comes. What it said first counts.
+    /// A member has answered. Its first answer counts.
     pub(super) fn hear(&self, from: Rank, comm: CommId, said: Said) {
         self.0.lock().get_or_insert_mut(comm, Map::default).entry(from).or_insert(said);
     }
@@ -49,7 +50,8 @@ impl Meetings {
     }
 }
 
-/// This rank's part in making a communicator of another one's survivors. Dropped before it came, it tells the others that it does not.
+/// This rank's part in making a communicator of another one's survivors. If it is dropped before [`come`](Self::come) is called, it tells
+/// the other members that this rank does not come.
 pub(in crate::comm) struct Meeting {
     world: Arc<World>,
     pub(in crate::comm) id: CommId,
@@ -62,7 +64,7 @@ impl Meeting {
     pub(in crate::comm) fn new(world: &Arc<World>, of: &Endpoint) -> Meeting {
         Meeting {
             world: world.clone(),
-            // All of them come to the same name without asking.
+            // Every member computes the same id, without a message.
             id: CommId(mix(of.config.comm, SHRUNK).max(1)),
             members: of.config.members.clone(),
             has_come: false,
@@ -75,11 +77,12 @@ impl Meeting {
         }
     }
 
-    /// Says what this rank brings, and waits until every survivor has said the same or is known not to come. What each brings, in
-    /// the order of `survivors`, ranks of the old communicator `of`; `None` for those that do not come, or have died meanwhile.
+    /// Tells the other members that this rank comes and brings `row`, and waits until every survivor has answered or is known to be
+    /// gone. `survivors` are ranks of the old communicator `of`. Returns their answers in the same order, with `None` also for those
+    /// that died or left without an answer.
     ///
     /// # Errors
-    /// [`Error::NoVerdict`] at `end`, naming the survivors that have said nothing.
+    /// [`Error::NoVerdict`] at `end`: it names the survivors that have not answered, and `after` as the time that they had.
     pub(in crate::comm) async fn come(
         mut self,
         row: [u64; ROW],
@@ -91,7 +94,8 @@ impl Meeting {
         self.has_come = true;
         let mut ticks = Ticks::new(&self.world.runtime, LOOK)?;
         loop {
-            // Who has gone is looked up first: what a member said before it went has been heard by then.
+            // The members that have gone are looked up before the answers: what such a member sent before its connection ended has come
+            // by then.
             let gone = self.world.losses.departed.lock().any_of(&self.members);
             let said = |rank: &Rank| match self.members[*rank] {
                 member if member == self.world.rank => Some(Some(row)),

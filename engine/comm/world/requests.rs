@@ -1,7 +1,8 @@
-//! Whoever wants to see the flight recorders of a running process connects to a socket that is named after it, and is sent them: a line
-//! of JSON for each rank's world (`allstream trace --pid`). The process is not stopped, and nothing waits for it.
+//! The socket at which a running process is asked for its flight recorders (`allstream trace --pid`). Its name has the process's number
+//! in it. Whoever connects is sent a line of JSON for each rank of the process; the operations of the process go on meanwhile.
 //!
-//! The socket has no file; it is there as long as the process is in a world. Only the same user and root are answered.
+//! The socket's name is an abstract one of Linux, so there is no file. The socket is open as long as the process is in a world, and answers
+//! only the same user and root.
 
 #[cfg(target_os = "linux")]
 pub(in crate::comm) use self::linux::{leave, listen};
@@ -24,7 +25,7 @@ mod linux {
     use crate::trace::socket_of;
     use crate::trace::writer::Recorded;
 
-    /// How long whoever asks may take to read the answer.
+    /// How long a visitor may take to read the answer. Until then the next visitor waits.
     const PATIENCE: Duration = Duration::from_secs(10);
 
     struct Listening {
@@ -34,10 +35,10 @@ mod linux {
 
     static LISTENING: Mutex<Listening> = Mutex::new(Listening { worlds: Vec::new(), task: None });
 
-    /// From now on, a request to this process is one to this rank, too.
+    /// Adds the world of a rank of this process to what visitors are sent. The first world opens the socket.
     ///
     /// # Errors
-    /// There is no control thread.
+    /// The control thread, which serves the socket, cannot be started.
     pub(in crate::comm) fn listen(world: Weak<World>) -> Result<(), Error> {
         let mut listening = LISTENING.lock();
         listening.worlds.push(world);
@@ -45,7 +46,8 @@ mod linux {
             let task = runtime::spawn(async {
                 match fds::listen(&socket_of(std::process::id())) {
                     Ok(socket) => serve(socket).await,
-                    // Another network namespace may be entered later, or the name be another program's.
+                    // Another program has the name, or a process of the same number in a container that shares this one's
+                    // network namespace. The ranks work without the socket.
                     Err(error) => tracing::debug!(%error, "requests for flight recorders are not heard"),
                 }
             })?;
@@ -54,9 +56,9 @@ mod linux {
         Ok(())
     }
 
-    /// A rank leaves its world. The last one takes the socket with it.
+    /// Removes a world that its rank leaves. With the last one the socket is closed.
     pub(in crate::comm) fn leave(world: &World) {
-        // A lock that another thread may have held at the fork.
+        // In a forked child the lock may be locked for ever, as another thread may have held it at the fork.
         if forked::is_forked() {
             return;
         }
@@ -73,7 +75,7 @@ mod linux {
         loop {
             match socket.accept().await {
                 Ok((visitor, _)) => _ = timeout(PATIENCE, answer(visitor)).await,
-                // No descriptor is left, say.
+                // For example, the process has no descriptor left for the visitor.
                 Err(_) => tokio::time::sleep(Duration::from_millis(100)).await,
             }
         }
@@ -95,12 +97,12 @@ mod linux {
     }
 }
 
-/// There are no sockets without a file here.
+/// Does nothing: only Linux has sockets without a file.
 #[cfg(not(target_os = "linux"))]
 pub(in crate::comm) fn listen(_: std::sync::Weak<super::World>) -> Result<(), crate::error::Error> {
     Ok(())
 }
 
-/// There are no sockets without a file here.
+/// Does nothing, as [`listen`].
 #[cfg(not(target_os = "linux"))]
 pub(in crate::comm) fn leave(_: &super::World) {}

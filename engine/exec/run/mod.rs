@@ -1,14 +1,14 @@
-//! [`PartRun`]: a part of an operation, being run, by the plan's steps or by loans of memory.
+//! [`PartRun`]: runs one part of an operation, by the steps of its plan or by loans of memory.
 //!
 //! | file | what is in it |
 //! |---|---|
-//! | `plan_run.rs` | [`PlanRun`]: the steps of a plan, as a run over slices that can stop and go on at any of them |
-//! | `loan_run.rs` | [`LoanRun`]: the same collective by loans of memory, where all ranks can |
-//! | `turn.rs` | what both put on a link and find there: whose turn it is, how messages are numbered, whether a frame is the right one |
+//! | `plan_run.rs` | [`PlanRun`]: runs the steps of a plan slice by slice; it can stop after any slice and go on there later |
+//! | `loan_run.rs` | [`LoanRun`]: runs the same collective by loans of memory, where all ranks can lend |
+//! | `turn.rs` | how both use a link: when it is a part's turn, how messages are numbered, whether a frame is the expected one |
 //!
-//! Neither of the two runs knows the other. A part has one of each, and this file alone chooses between them: a part for which
-//! ranks are to lend goes by loans, until it is done or the loans turn out not to be possible. Then it takes the steps, from the
-//! first one on. That may be after loans have been made to peers, which give them back: nothing was written to them.
+//! Neither of the two runs knows the other. A [`PartRun`] has one of each, and this file alone chooses between them. A part for which
+//! ranks are to lend goes by loans, until it is done or some rank turns out not to be able to lend. Then it takes the steps, from the
+//! first one on. If this rank has already lent memory to peers, they give it back and have written nothing to it.
 
 mod loan_run;
 mod plan_run;
@@ -25,19 +25,20 @@ use super::port::{Lent, Port};
 use crate::error::Error;
 use crate::types::Rank;
 
-/// Bytes that a pass gathers and posts, about. A pass holds its rank's memory lock: while a peer keeps up, the other communicators of the
-/// rank would wait for a whole chunk.
+/// A pass ends when it has gathered and posted about this many bytes. A pass holds the memory lock of its rank. Without this bound it
+/// would go on as long as its peer keeps up, and the rank's other communicators would wait until a whole chunk has moved.
 pub(super) const BUDGET: usize = 4 << 20;
 
-/// A part of an operation, being run. What it has allocated is kept from one part to the next.
+/// What runs a part of an operation. It serves one part after another, and keeps what it has allocated.
 pub(super) struct PartRun<B, L> {
-    /// What it works on; none between two parts.
+    /// The part that it runs; `None` between two parts.
     work: Option<Part>,
     /// The number of the operation.
     number: u64,
-    /// Which part of the operation: its messages say so, and frames that come back.
+    /// The number of the part: the messages that it sends carry it, and so does the source of each frame that comes back. In an
+    /// operation's second half the numbers go on. After 2^16 parts they begin again.
     part: u16,
-    /// The same, counted as the operation counts.
+    /// The index of the part in the list of the operation's parts. The second half has a list of its own.
     pub(super) order: usize,
     /// Bytes gathered and posted in the last pass.
     touched: usize,
@@ -63,13 +64,14 @@ impl<B: Backend, L: Lends> PartRun<B, L> {
         PartRun { work: None, number: 0, part: 0, order: 0, touched: 0, plan, loans }
     }
 
-    /// Whether a frame came from this run, and from the part that it is at: a frame that was copied as it was
-    /// posted may come back when its part is long done, and the run is at another.
+    /// Whether a frame that comes back was posted for the part that this run is at. A frame whose payload was copied when it was
+    /// posted may come back long after its part is done, when the run is at another one.
     pub(super) fn posted(&self, lent: &Lent) -> bool {
         turn::part_of(lent) == self.part
     }
 
-    /// Sets the run up. No allocation once the vectors have grown.
+    /// Sets the run up for a part with the number `index` and the place `order` in the operation's list. Allocates nothing once the vectors
+    /// have grown.
     pub(super) fn start(&mut self, (comm, op): (u64, &Operation), part: Part, index: u16, order: usize) {
         (self.number, self.part, self.order) = (op.number, index, order);
         let c = Context { comm, op, part: &part };
@@ -78,29 +80,29 @@ impl<B: Backend, L: Lends> PartRun<B, L> {
         self.work = Some(part);
     }
 
-    /// Forgets the part: done, or failed.
+    /// Forgets the part, which is done or has failed.
     pub(super) fn clear(&mut self) {
         self.work = None;
         self.loans.clear();
         self.plan.clear();
     }
 
-    /// Bytes gathered and posted in the last pass, if they took time.
+    /// Bytes gathered and posted in the last pass; 0 where the backend does not do the work on the calling thread.
     pub(super) fn touched(&self) -> usize {
         if B::TAKES_TIME { self.touched } else { 0 }
     }
 
-    /// Looks at the values that have come, once all have.
+    /// Checks that the result holds only values that its type has, once all of it has come.
     pub(super) fn check_values(&self) -> Result<(), Error> {
         self.work.as_ref().map_or(Ok(()), |part| self.plan.check_values(part))
     }
 
-    /// Bytes of memory of its own that it keeps, and how many of them the part has needed.
+    /// How many bytes of working memory the run keeps, and how many the part has needed.
     pub(super) fn memory(&self) -> (usize, usize) {
         self.plan.memory()
     }
 
-    /// Gives it back, between parts.
+    /// Gives the working memory back. Called between two parts.
     pub(super) fn give_memory_back(&mut self) {
         self.plan.give_memory_back();
     }
@@ -114,14 +116,15 @@ impl<B: Backend, L: Lends> PartRun<B, L> {
         }
     }
 
-    /// So many rounds of the input have come. What comes in stripes goes on in them: by steps.
+    /// Notes that so many rounds of the input have come. A part whose input comes in stripes takes the steps: only steps can begin
+    /// before all of the input is there.
     pub(super) fn arrived(&mut self, rounds: usize) {
         if self.plan.arrived(rounds) {
             self.loans.take_steps();
         }
     }
 
-    /// So many rounds of the output have their results, and no step touches them any more but to send them.
+    /// How many rounds of the output have their final results. Steps may still send them, but do not change them.
     pub(super) fn stored(&self) -> usize {
         self.work.as_ref().map_or(0, |part| self.plan.stored(&part.program))
     }
@@ -135,7 +138,7 @@ impl<B: Backend, L: Lends> PartRun<B, L> {
         }
     }
 
-    /// Goes on with all that may. `earlier`: the runs of the parts before this one, whose messages go first.
+    /// Makes one pass: does all that the part can do now. `earlier`: the runs of the parts before this one, whose messages go first.
     /// `news`: the only peer whose links have changed since the last pass, where that is known. Returns whether
     /// anything moved, and whether the part is complete.
     pub(super) fn pass(
@@ -154,7 +157,7 @@ impl<B: Backend, L: Lends> PartRun<B, L> {
         Ok((moved, complete))
     }
 
-    /// By loans as long as those are possible, else by steps.
+    /// Goes on by loans as long as these are possible, else by steps.
     fn go_on(&mut self, t: Turn<'_, Self>, news: Option<Rank>, port: &mut Port) -> Result<Passed, Error> {
         if let Prepared::NotYet(moved) = self.plan.prepare(t.c)? {
             return Ok(Passed { moved, complete: false, touched: 0 });

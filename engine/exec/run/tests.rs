@@ -1,4 +1,4 @@
-//! How a part chooses between loans and steps, with two ranks of this process over real rings.
+//! Tests of how a part chooses between loans and steps: two ranks of this process, over real rings.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -12,7 +12,7 @@ use crate::link;
 use crate::plan::{self, Lending, Program, Shape};
 use crate::types::{Algo, DType, Kind, ReduceOp, Signature};
 
-/// Lends as the host does, if it `can`.
+/// Lends as the host does, if it `can`. Else it says of every peer that it cannot reach the memory.
 #[derive(Clone)]
 struct Willing {
     can: bool,
@@ -89,7 +89,7 @@ impl OneRank {
     }
 }
 
-/// Goes on with both until they are done, and looks at what they have then.
+/// Gives both ranks passes in turn until both are complete, then checks their results, and that both are done with their links.
 fn end(ranks: &mut [OneRank; 2]) {
     let end = Instant::now() + Duration::from_secs(60);
     while ranks.iter().any(|rank| !rank.complete) {

@@ -1,18 +1,21 @@
-//! Rounding `f32` to 16 bits with error feedback, and back: what gradients that are sent in 16 bits go through.
+//! Rounds `f32` to 16 bits with error feedback, and widens the result again: for gradients that are sent in 16 bits.
 
 use super::convert::{bf16_to_f32, f16_to_f32, f32_to_bf16, f32_to_f16};
 use super::simd::{Level, level};
 use crate::DType;
 
-/// Rounds each number of `from`, with what rounding took from it before (`residual`), to `wire`, which is [`DType::F16`] or [`DType::BF16`],
-/// to nearest even. Its bits go to `to`, and what rounding takes now to `residual`: nothing of what is no finite number.
+/// Adds to each number of `from` its `residual`, which is what rounding took from it the last time, and rounds the sum to `wire`
+/// ([`DType::F16`] or [`DType::BF16`]), to nearest even. The bits go to `to`, and what rounding takes this time goes to `residual`: 0 where
+/// the sum or its rounded value is infinite or NaN.
 ///
-/// `false`, and nothing is written, for another type or where lengths differ.
+/// If `wire` is another type, or lengths differ, returns `false` and writes nothing.
 pub fn compress(wire: DType, from: &[f32], residual: &mut [f32], to: &mut [u16]) -> bool {
     compress_at(level(), wire, from, residual, to)
 }
 
-/// The numbers whose bits [`compress`] has made. `false`, and nothing is written, for another type or where lengths differ.
+/// Widens to `to` the numbers whose bits are in `from`, as [`compress`] made them with the same `wire`; exact.
+///
+/// If `wire` is another type than [`compress`] takes, or lengths differ, returns `false` and writes nothing.
 pub fn expand(wire: DType, from: &[u16], to: &mut [f32]) -> bool {
     expand_at(level(), wire, from, to)
 }
@@ -24,7 +27,7 @@ fn compress_at(level: Level, wire: DType, from: &[f32], residual: &mut [f32], to
     match level {
         Level::Portable => compress_all(wire, from, residual, to),
         #[cfg(target_arch = "x86_64")]
-        // SAFETY: a level is one of those that this CPU has.
+        // SAFETY: callers give a level that this CPU has.
         Level::Avx2 => unsafe { compress_avx2(wire, from, residual, to) },
     }
     true
@@ -37,7 +40,7 @@ fn expand_at(level: Level, wire: DType, from: &[u16], to: &mut [f32]) -> bool {
     match level {
         Level::Portable => expand_all(wire, from, to),
         #[cfg(target_arch = "x86_64")]
-        // SAFETY: a level is one of those that this CPU has.
+        // SAFETY: callers give a level that this CPU has.
         Level::Avx2 => unsafe { expand_avx2(wire, from, to) },
     }
     true
@@ -93,7 +96,7 @@ mod tests {
 
     use super::*;
 
-    /// Numbers of all magnitudes, subnormal, too large for `f16`, infinite and none, in a length that fills no vector.
+    /// Numbers of all magnitudes, also subnormal, too large for `f16`, infinite and NaN. Their count is no multiple of a vector's lanes.
     fn numbers() -> Vec<f32> {
         let special =
             [0.0, -0.0, 1.0, 65519.9, 65520.0, 1e-7, 1e-40, f32::MAX, f32::INFINITY, f32::NEG_INFINITY];

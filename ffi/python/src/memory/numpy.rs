@@ -1,4 +1,4 @@
-//! Arrays of numpy's, by the structure that they describe themselves with (`__array_struct__`).
+//! Finds the memory of numpy's arrays, by the C structure in which an array describes itself (`__array_struct__`).
 
 use std::ffi::{c_char, c_int, c_void};
 
@@ -28,24 +28,24 @@ const ALIGNED: c_int = 0x100;
 const NOT_SWAPPED: c_int = 0x200;
 const WRITEABLE: c_int = 0x400;
 
-/// Where an array's memory is.
+/// Finds out where an array's memory is, and what is in it. `how`: what the operation is to do with it.
 ///
 /// # Errors
-/// It cannot be used.
+/// The operation cannot use the memory: its type, byte order, layout or alignment does not suit, or it is to be written and is read-only.
 pub(super) fn look(array: &Bound<'_, PyAny>, how: Use) -> Result<Found, No> {
     let py = array.py();
     let capsule = array.getattr(intern!(py, "__array_struct__"))?;
-    // The capsule has no name. It keeps the array, and its structure is gone with it.
     let about = nameless(&capsule).ok_or_else(|| "its __array_struct__ is no capsule".to_owned())?;
-    // SAFETY: numpy gives a pointer to this structure, whose first number says so; it lives as long as the capsule, which is held here.
+    // SAFETY: numpy's protocol promises that the capsule points to this structure (its field `two`, looked at next, confirms that). The
+    // structure lives as long as the capsule, which is held here.
     let about = unsafe { about.cast::<ArrayInterface>().as_ref() };
     if about.two != 2 {
         return Err("its __array_struct__ is not numpy's".to_owned().into());
     }
-    let dims = usize::try_from(about.nd).unwrap_or(0);
+    let dims = usize::try_from(about.nd).map_err(|_| format!("it has {} dimensions", about.nd))?;
     let shape = match dims {
         0 => &[],
-        // SAFETY: `nd` lengths, of the array, which lives.
+        // SAFETY: there are `nd` lengths at `shape`, by numpy's protocol. They belong to the structure, so they live as long as it does.
         _ => unsafe { std::slice::from_raw_parts(about.shape, dims) },
     };
     let dtype = dtype(array, about)?;
@@ -68,13 +68,15 @@ pub(super) fn look(array: &Bound<'_, PyAny>, how: Use) -> Result<Found, No> {
     if about.flags & ALIGNED == 0 {
         aligned(start, dtype)?;
     }
-    let len = shape.iter().map(|n| n.unsigned_abs()).product();
+    let lens = shape.iter().map(|len| usize::try_from(*len).ok());
+    let len = lens.fold(Some(1), |all: Option<usize>, len| all?.checked_mul(len?));
+    let len = len.ok_or_else(|| format!("no array has lengths such as {shape:?}"))?;
     Ok(Found { start, len, dtype, device: None })
 }
 
-/// The pointer of a capsule without a name.
+/// The pointer of a capsule that has no name, as numpy's have none, or the name `array_interface`.
 fn nameless(capsule: &Bound<'_, PyAny>) -> Option<std::ptr::NonNull<c_void>> {
-    // SAFETY: as of `pointer`; a null name is how C names a capsule that has none.
+    // SAFETY: as in `pointer`. A null pointer in place of the name stands for a capsule without one.
     unsafe {
         if pyo3::ffi::PyCapsule_IsValid(capsule.as_ptr(), std::ptr::null()) == 0 {
             return pointer(capsule, c"array_interface");
@@ -97,7 +99,7 @@ fn dtype(array: &Bound<'_, PyAny>, about: &ArrayInterface) -> Result<DType, No> 
         (b'f', 2) => DType::F16,
         (b'f', 4) => DType::F32,
         (b'f', 8) => DType::F64,
-        // What numpy does not know by itself: types of the package ml_dtypes have names.
+        // Other types are told apart by name, such as those that the package ml_dtypes adds to numpy.
         _ => {
             let dtype = array.getattr(intern!(array.py(), "dtype"))?;
             let name = dtype.getattr(intern!(array.py(), "name"))?.extract::<String>()?;

@@ -1,4 +1,4 @@
-"""What torch waits for: one or several operations of allstream's, and what is left to do when they are over."""
+"""What torch waits for: one or several of allstream's operations, and the copies that are left to do after them."""
 
 import threading
 
@@ -7,17 +7,18 @@ from torch import distributed as dist
 
 
 class Work(dist._Work):
-    """Operations in flight. `after`, if given, runs once, when all have succeeded, before anybody is told.
+    """Operations in flight. `after`, if given, copies their results into the user's tensors. `wait`, `is_completed` or the future runs it, once.
 
-    Those on tensors of a CUDA `device` are waited for by the current stream, as torch's users know it of NCCL, and not by the host.
+    On host tensors it runs when all operations have succeeded. On tensors of a CUDA `device` the current stream first waits for the
+    operations, and `after` puts its copies on that stream. The host waits only for operations that no device runs.
     """
 
     def __init__(self, works, result, after=None, device=None):
         super().__init__()
-        # Of a call that the profiler shows, its name there.
+        # The call's name in the profiler, if the profiler was on at the call.
         self.name = None
         self._device = device
-        # The point behind the copies of `after`, on the stream that they were put on.
+        # An event behind the copies of `after`, on the stream that runs them.
         self._copied = None
         self._works = works
         self._result = result
@@ -27,14 +28,15 @@ class Work(dist._Work):
 
     def _finish(self):
         with self._lock:
-            after, self._after = self._after, None
-            if after is not None:
-                after()
+            if self._after is not None:
+                # If a copy fails, it is tried again, and so fails again, for whoever asks next.
+                self._after()
+                self._after = None
                 if self._device is not None:
                     self._copied = torch.cuda.current_stream(self._device).record_event()
 
     def _order(self):
-        """Finishes; on a device its current stream waits for the operations, and for the copies behind them."""
+        """Runs `after`. On a device, makes the current stream wait for the operations and for the copies of `after`."""
         if self._device is None:
             return self._finish()
         stream = torch.cuda.current_stream(self._device)
@@ -45,7 +47,10 @@ class Work(dist._Work):
             stream.wait_event(self._copied)
 
     def wait(self, timeout=None):
-        """Blocks until all are over, or the current stream of their CUDA device waits for them. Raises the first failure."""
+        """Blocks until all operations are over and raises the first failure.
+
+        On a CUDA device without a `timeout`, makes the current stream wait instead, and raises what has failed by then.
+        """
         if self.name is not None and torch.autograd._profiler_enabled():
             with torch._C._profiler._RecordFunctionFast(f"allstream:{self.name}.wait"):
                 return self._wait(timeout)
@@ -60,7 +65,13 @@ class Work(dist._Work):
         return True
 
     def is_completed(self):
-        return all(work.done() for work in self._works)
+        """Whether all operations are over and their results are in the user's tensors, or cannot be there as an operation has failed."""
+        if not all(work.done() for work in self._works):
+            return False
+        if self._after is not None and self.exception() is None:
+            # Whoever polls reads the tensors next, and need not call `wait`.
+            self._order()
+        return self._copied is None or self._copied.query()
 
     def is_success(self):
         return self.is_completed() and self.exception() is None
@@ -75,14 +86,15 @@ class Work(dist._Work):
         self.wait()
 
     def get_future(self):
-        """A future of the tensors, which a thread of the group's completes: what is called then may wait. Its error is a RuntimeError, with the text of
-        allstream's."""
+        """A future of the tensors. Its error is a RuntimeError with the text of allstream's error.
+
+        If the operations are not over yet, a thread of the group completes the future. The future's callbacks are allowed to wait."""
         with self._lock:
             if self._future is not None:
                 return self._future
             ended = torch.futures.Future(devices=None if self._device is None else [self._device])
-            # `set_exception` of torch's would only hand the exception to who asks from Python: C++, as DistributedDataParallel is, takes it for
-            # the tensors, and the process dies. What a callback raises is an error to all.
+            # torch's `set_exception` tells only Python code of the error. C++ code, as that of DistributedDataParallel, would take the
+            # exception for the tensors, and the process would die. What a `then` callback raises is an error to both.
             failure = []
             future = self._future = ended.then(lambda ended: _raised(failure) or ended.value())
         left = [len(self._works)]
