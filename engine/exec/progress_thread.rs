@@ -1,9 +1,8 @@
 //! The process's progress thread: one thread that drives every operation that nobody else drives.
 //!
-//! It passes over the endpoints with work, and sleeps in `epoll` when none can move: woken by a peer's doorbell (a flag in
-//! the region, a unix socket), a descriptor that a link has named, a submission, or a deadline. Where a link has something that no
-//! descriptor tells of, it asks after that in each pass and sleeps for microseconds only. Without work of its own it waits for
-//! its eventfd alone.
+//! It passes over the endpoints with work, and sleeps in `epoll` when none can move: woken by a peer's doorbell (a flag in the region, a unix socket), a
+//! descriptor that a link has named, a submission, or a deadline. Where a link has something that no descriptor tells of, it asks after that in each pass
+//! and sleeps for microseconds only. Without work of its own it waits for its eventfd alone.
 
 use std::cell::OnceCell;
 use std::num::NonZeroU64;

@@ -414,6 +414,22 @@ pub(crate) trait Reactor: Send + Sync {
     fn kick(&self);
 }
 
+/// Where nobody sleeps: in tests that drive a link themselves.
+#[cfg(any(test, feature = "fuzzing"))]
+pub(crate) struct NoReactor;
+
+#[cfg(any(test, feature = "fuzzing"))]
+impl Reactor for NoReactor {
+    fn watch(&self, _: BorrowedFd<'_>, _: Interest) -> Result<(), Error> {
+        Ok(())
+    }
+    fn listen(&self, _: BorrowedFd<'_>, _: Weak<dyn Source>) -> Result<(), Error> {
+        Ok(())
+    }
+    fn ask(&self, _: Weak<dyn Poller>) {}
+    fn kick(&self) {}
+}
+
 impl Frame {
     pub(crate) fn signature(&self) -> Signature {
         self.header.signature

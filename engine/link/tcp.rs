@@ -420,23 +420,8 @@ impl LinkRx for TcpRx {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::link::NoReactor;
     use crate::types::Signature;
-
-    use crate::link::{Poller, Source};
-    use std::os::fd::BorrowedFd;
-    use std::sync::Weak;
-
-    struct NoReactor;
-    impl Reactor for NoReactor {
-        fn watch(&self, _: BorrowedFd<'_>, _: Interest) -> Result<(), Error> {
-            Ok(())
-        }
-        fn listen(&self, _: BorrowedFd<'_>, _: Weak<dyn Source>) -> Result<(), Error> {
-            Ok(())
-        }
-        fn ask(&self, _: Weak<dyn Poller>) {}
-        fn kick(&self) {}
-    }
 
     fn pair() -> (TcpTx, TcpRx, TcpListener) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();

@@ -7,9 +7,9 @@
 use std::collections::HashMap;
 use std::io::{self, Write};
 use std::net::TcpStream;
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::pin::Pin;
-use std::sync::{Arc, OnceLock, Weak};
+use std::sync::{Arc, OnceLock};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -31,9 +31,7 @@ use crate::link::local::{Doorbell, LocalRx, LocalTx};
 use crate::link::region::{REGION_BYTES, Region};
 use crate::link::tcp::{FRAME, TcpRx};
 pub use crate::link::verbs::fuzzing::peer as rdma_peer;
-use crate::link::{
-    Frame, HEADER_BYTES, Header, INLINE, Interest, LinkRx, LinkTx, Poller, Posted, Reactor, SLOT, Source,
-};
+use crate::link::{Frame, HEADER_BYTES, Header, INLINE, LinkRx, LinkTx, NoReactor, Posted, SLOT};
 use crate::plan::{self, Algo, INPUT, Kind, OUTPUT, Program, Shape, Slot};
 use crate::types::{DType, KIND_P2P, NO_OP, Rank, ReduceOp, Signature};
 
@@ -76,19 +74,6 @@ pub fn frame_header(data: &[u8]) {
         assert_eq!(&header.encode(), bytes);
         let _ = format!("{} {:?}", header.signature, header);
     }
-}
-
-struct NoReactor;
-
-impl Reactor for NoReactor {
-    fn watch(&self, _: BorrowedFd<'_>, _: Interest) -> Result<(), Error> {
-        Ok(())
-    }
-    fn listen(&self, _: BorrowedFd<'_>, _: Weak<dyn Source>) -> Result<(), Error> {
-        Ok(())
-    }
-    fn ask(&self, _: Weak<dyn Poller>) {}
-    fn kick(&self) {}
 }
 
 /// A stream of frames: what is read is what was sent, whatever the fragments, and the way of reading.

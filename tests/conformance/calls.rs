@@ -45,8 +45,7 @@ impl std::fmt::Display for World {
 fn world_list() -> Vec<World> {
     let mut all = Vec::new();
     // Sixteen ranks, and more numbers of processes, only where everything is tried.
-    let is_full = test_support::full();
-    let threads: &[usize] = if is_full { &[1, 2, 3, 4, 5, 8, 16] } else { &[1, 2, 3, 4, 5, 8] };
+    let threads: &[usize] = if support::everything() { &[1, 2, 3, 4, 5, 8, 16] } else { &[1, 2, 3, 4, 5, 8] };
     for &n in threads {
         for link in ["local", "inproc", "shm", "tcp", "mixed"] {
             all.push(World { link, n, processes: false });
@@ -59,7 +58,11 @@ fn world_list() -> Vec<World> {
             all.extend(["pipe", "late"].map(|link| World { link, n, processes: false }));
         }
     }
-    let processes: &[usize] = if is_full { &[2, 3, 4, 5, 7, 8] } else { &[2, 3, 8] };
+    let processes: &[usize] = match (support::everything(), support::full()) {
+        (true, _) => &[2, 3, 4, 5, 7, 8],
+        (_, true) => &[2, 3, 5, 8],
+        _ => &[2, 3, 8],
+    };
     for &n in processes {
         all.extend(["shm", "tcp", "mixed"].map(|link| World { link, n, processes: true }));
         if n <= 3 {
@@ -420,6 +423,8 @@ fn conformance() {
     let ipv6 = support::has_ipv6();
     // CONFORMANCE_ONLY=tcp: only these links. CONFORMANCE_TIMES=1: how long each world took.
     let only = std::env::var("CONFORMANCE_ONLY").unwrap_or_default();
+    let names: Vec<String> = worlds.iter().map(ToString::to_string).collect();
+    assert!(names.iter().any(|name| name.contains(&only)), "CONFORMANCE_ONLY={only} names none of {names:?}");
     let times = std::env::var_os("CONFORMANCE_TIMES").is_some();
     let (mut tally, mut failed) = (Tally::default(), Vec::new());
     for (index, world) in worlds.iter().enumerate() {

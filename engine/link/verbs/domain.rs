@@ -21,6 +21,11 @@ pub(crate) fn registered_bytes() -> usize {
     REGISTERED.load(Ordering::Relaxed)
 }
 
+/// Whether a call that does not block has nothing yet.
+pub(super) fn is_not_yet(error: &VerbsError) -> bool {
+    [Errno::AGAIN, Errno::INTR].into_iter().any(|errno| errno.raw_os_error() == error.code)
+}
+
 /// An open device with a protection domain: queue pairs and memory of one domain go together, and no others.
 pub(super) struct Domain {
     pub(super) verbs: &'static Verbs,

@@ -10,8 +10,7 @@ use allstream_sys::verbs::{EventType, IbvAsyncEvent, IbvCq, IbvQp, VerbsError};
 use parking_lot::Mutex;
 use rustix::io::{Errno, ioctl_fionbio};
 
-use super::domain::Domain;
-use super::queue_pair::is_not_yet;
+use super::domain::{Domain, is_not_yet};
 use crate::error::Error;
 use crate::link::{Reactor, Source};
 use crate::trace::log::LOG;

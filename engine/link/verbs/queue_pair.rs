@@ -13,7 +13,7 @@ use rustix::io::{Errno, ioctl_fionbio};
 
 use super::card::Card;
 use super::choose::RdmaLayer;
-use super::domain::Domain;
+use super::domain::{Domain, is_not_yet};
 use super::hello::Hello;
 use crate::error::Error;
 use crate::forked;
@@ -399,11 +399,6 @@ impl Drop for QueuePair {
             }
         }
     }
-}
-
-/// Whether a call that does not block has nothing yet.
-pub(super) fn is_not_yet(error: &VerbsError) -> bool {
-    [Errno::AGAIN, Errno::INTR].into_iter().any(|errno| errno.raw_os_error() == error.code)
 }
 
 /// What the completion of a receive request carries as its id.
