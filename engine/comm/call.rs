@@ -516,8 +516,16 @@ impl<'a> Call<'a> {
     }
 }
 
-/// Why so many operations more have no room. Asked before the parts of a call are submitted, so that none is left without the others.
+/// Why so many operations more have no room. Asked before the parts of a call are submitted, so that none is left without the others. A communicator that has
+/// ended has room: it refuses each part for the cause of its end.
 pub(super) fn no_room(endpoint: &Endpoint, call: &str, more: usize) -> Option<Error> {
+    // Before the lock of the table: at the fork another thread, which is not there, may have held it.
+    if forked::is_forked() {
+        return Some(forked::refusal());
+    }
+    if endpoint.health.cause().is_some() {
+        return None;
+    }
     let limit = endpoint.config.queue_limit;
     (endpoint.submitted.running().saturating_add(more) > limit)
         .then(|| Error::QueueFull { call: call.into(), limit })

@@ -27,7 +27,7 @@ impl Sources {
         source: Weak<dyn Source>,
     ) -> Result<(), Error> {
         let mut sources = self.0.lock();
-        // Whoever drops a source closes its descriptor, so that no event carries its place any more.
+        // An event of a source that is gone may still carry its place, as others may hold the descriptor open: then the new one reads in vain.
         let place = sources.iter().position(|source| source.strong_count() == 0).unwrap_or(sources.len());
         let data = epoll::EventData::new_u64(FIRST + place as u64);
         epoll::add(epoll, fd, data, epoll::EventFlags::IN | epoll::EventFlags::ET)
@@ -48,5 +48,68 @@ impl Sources {
                 source.read();
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsFd;
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use rustix::event::Timespec;
+    use rustix::pipe::pipe;
+
+    use super::*;
+
+    #[derive(Default)]
+    struct Reads(AtomicUsize);
+
+    impl Source for Reads {
+        fn read(&self) {
+            self.0.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    #[test]
+    fn each_source_reads_what_is_its_own_and_one_that_is_gone_leaves_its_place() {
+        let poll = epoll::create(epoll::CreateFlags::CLOEXEC).unwrap();
+        let sources = Sources::default();
+        let reads = [(); 3].map(|()| Arc::new(Reads::default()));
+        let [(a, to_a), (b, to_b), (c, to_c)] = [(); 3].map(|()| pipe().unwrap());
+        let add = |from: &OwnedFd, which: usize| {
+            let source: Weak<Reads> = Arc::downgrade(&reads[which]);
+            sources.add(&poll, from.as_fd(), source).unwrap();
+        };
+        let read = || {
+            let mut events = Vec::with_capacity(8);
+            let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+            epoll::wait(&poll, rustix::buffer::spare_capacity(&mut events), Some(&now)).unwrap();
+            sources.read(&events);
+            reads.each_ref().map(|reads| reads.0.load(Ordering::Relaxed))
+        };
+        add(&a, 0);
+        add(&b, 1);
+        rustix::io::write(&to_b, b"x").unwrap();
+        assert_eq!(read(), [0, 1, 0]);
+        assert_eq!(read(), [0, 1, 0], "told once");
+        rustix::io::write(&to_a, b"x").unwrap();
+        rustix::io::write(&to_b, b"x").unwrap();
+        assert_eq!(read(), [1, 2, 0]);
+        // Gone: what comes for it is nobody's, until another one has its place.
+        let [gone, _, _] = &reads;
+        let dead: Weak<dyn Source> = {
+            let new: Arc<dyn Source> = Arc::new(Reads::default());
+            Arc::downgrade(&new)
+        };
+        sources.0.lock()[0] = dead;
+        rustix::io::write(&to_a, b"x").unwrap();
+        assert_eq!(read(), [1, 2, 0]);
+        assert_eq!(Arc::strong_count(gone), 1);
+        drop((a, to_a));
+        add(&c, 2);
+        assert_eq!(sources.0.lock().len(), 2);
+        rustix::io::write(&to_c, b"x").unwrap();
+        assert_eq!(read(), [1, 2, 1]);
     }
 }

@@ -394,7 +394,7 @@ pub(crate) trait Poller: Send + Sync {
 
 /// What the progress thread reads itself when a descriptor has become readable.
 pub(crate) trait Source: Send + Sync {
-    /// Takes all that the descriptor has to tell. Does not block.
+    /// Takes all that the descriptor has to tell, which may be nothing. Does not block.
     fn read(&self);
 }
 

@@ -16,10 +16,11 @@ const KEPT: usize = 64;
 pub(super) fn once() {
     static DONE: AtomicBool = AtomicBool::new(false);
     let default = default_directory();
-    if directory().as_ref() == Some(&default) && !DONE.swap(true, Ordering::Relaxed) {
-        if let Err(error) = prune(&default, KEPT) {
-            tracing::debug!(%error, "old flight recorders were not removed");
-        }
+    if directory().as_ref() == Some(&default)
+        && !DONE.swap(true, Ordering::Relaxed)
+        && let Err(error) = prune(&default, KEPT)
+    {
+        tracing::debug!(%error, "old flight recorders were not removed");
     }
 }
 

@@ -172,17 +172,15 @@ impl<B: Buf> Bucket<B> {
         let places = std::mem::take(&mut self.places);
         for (pack, packed) in self.packs.iter().zip(places) {
             let stream = packed.stream().clone();
-            let emptied = pack.emptied_on_device(&stream, packed, bufs);
-            let ordered = emptied.and_then(|emptied| emptied.ordered_after(&stream).map(|()| emptied));
-            match ordered {
-                Ok(emptied) => emptied.share_fate(),
-                Err(error) => {
-                    if stream.synchronize().is_err() {
-                        pack.leak(bufs);
-                    }
-                    return Err(error);
+            let emptied = pack.emptied_on_device(&stream, packed, bufs)?;
+            if let Err(error) = emptied.ordered_after(&stream) {
+                if stream.synchronize().is_err() {
+                    pack.leak(bufs);
+                    std::mem::forget(emptied);
                 }
+                return Err(error);
             }
+            emptied.share_fate();
         }
         self.packed.clear();
         Ok(())
@@ -340,41 +338,38 @@ impl<B: Buf> Bucket<B> {
             Ok(ordered) => ordered,
             Err(Failed { buf, error }) => return Err(Failed { buf: buf.map(place), error }),
         };
-        let packs = self.packs.iter().zip(places);
-        let emptied: Result<Vec<Emptied>, Error> =
-            packs.map(|(pack, packed)| pack.emptied_on_device(stream, packed, grads)).collect();
-        let others =
-            || emptied.iter().flatten().flat_map(Emptied::streams).filter(|other| !is_same(other, stream));
+        // Also if one fails, the others stay until it is known that their kernels are over.
+        let mut emptied: Vec<Emptied> = Vec::with_capacity(places.len());
+        let mut packs = self.packs.iter().zip(places);
+        let mut copied = packs.try_for_each(|(pack, packed)| {
+            emptied.push(pack.emptied_on_device(stream, packed, grads)?);
+            Ok(())
+        });
+        let others = || emptied.iter().flat_map(Emptied::streams).filter(|other| !is_same(other, stream));
         // Where a waiting stream could keep another rank's part of this operation from its device, the host waits instead. It also waits where
         // no device runs the operation, as the host may use the result at once then.
         let is_waited_for_here =
-            emptied.is_err() || !self.packs.is_empty() && !ordered.is_awaited_by_all(others());
+            copied.is_err() || !self.packs.is_empty() && !ordered.is_awaited_by_all(others());
         if is_waited_for_here {
             ordered = ready(ordered.wait());
         }
-        let ordered_after = |all: Vec<Emptied>| match is_waited_for_here {
-            true => {
-                all.iter().try_for_each(|emptied| emptied.ordered_after(stream))?;
-                stream.synchronize().map(|()| all)
-            }
-            false => Ok(all),
-        };
-        let emptied = match emptied.and_then(ordered_after) {
-            Ok(emptied) => emptied,
-            Err(error) => {
-                let (buf, _) = parts(ordered.wait());
-                // Some gradients may be being copied back. Where nobody can tell when that is over, they and all buffers of the operation are leaked.
-                let buf = match stream.synchronize() {
-                    Ok(()) => buf,
-                    Err(_) => {
-                        self.packs.iter().for_each(|pack| pack.leak(grads));
-                        std::mem::forget(buf);
-                        None
-                    }
-                };
-                return Err(Failed { buf: buf.map(place), error });
-            }
-        };
+        if is_waited_for_here && copied.is_ok() {
+            let mut all = emptied.iter();
+            copied = all.try_for_each(|one| one.ordered_after(stream)).and_then(|()| stream.synchronize());
+        }
+        if let Err(error) = copied {
+            let (buf, _) = parts(ordered.wait());
+            // Some gradients may be being copied back. Where nobody can tell when that is over, all that the copies touch is leaked.
+            let buf = match stream.synchronize() {
+                Ok(()) => buf,
+                Err(_) => {
+                    self.packs.iter().for_each(|pack| pack.leak(grads));
+                    std::mem::forget((buf, emptied));
+                    None
+                }
+            };
+            return Err(Failed { buf: buf.map(place), error });
+        }
         Ok(ordered.then(move |result| match result {
             Ok(bufs) => {
                 emptied.iter().for_each(Emptied::share_fate);

@@ -2,8 +2,8 @@
 //!
 //! (What is right on host buffers, `tests/conformance/calls.rs` says.) By default pairwise: every two of (collective and
 //! algorithm, form, world, length, element type, reduction, root, data) that can go together do so in a case.
-//! `ALLSTREAM_TEST_FULL=1`: every form of every call in every world with a twenty-fourth of all lengths, and between three ranks on two
-//! devices with a sixth of all pairs of a type and a reduction, another sixth for the next form or call (`=all`: with every length and pair).
+//! `ALLSTREAM_TEST_FULL=1`: also a twenty-fourth of what forms, calls, worlds and lengths make together, and between three ranks on two
+//! devices a sixth of what forms, calls, element types and reductions do (`=all`: all of it).
 
 use std::marker::PhantomData;
 use std::time::{Duration, Instant};
@@ -178,7 +178,9 @@ fn plan_cases() -> Vec<Vec<Case>> {
             continue;
         }
         let ops = |t: usize| (0..factors.ops.len()).filter(|op| factors.fits(c, t, *op)).collect::<Vec<_>>();
-        for len in (0..LENGTHS).filter(|len| everything() || (w + c + f + len).is_multiple_of(24)) {
+        for len in (0..LENGTHS).filter(|len| {
+            everything() || mix(&[w as u64, c as u64, f as u64, *len as u64, 1]).is_multiple_of(24)
+        }) {
             let turn = mix(&[w as u64, c as u64, f as u64, len as u64]) as usize;
             let t = turn % types;
             add([c, f, w, len, t, ops(t)[turn / types % ops(t).len()], turn / 7 % 3, turn / 3 % 2]);
@@ -186,7 +188,9 @@ fn plan_cases() -> Vec<Vec<Case>> {
         if w == THOROUGH {
             for t in 0..types {
                 let of_type = if kind.reduces() { ops(t) } else { vec![ops(t)[0]] };
-                let is_taken = |op: &usize| everything() || (c + f + t + op).is_multiple_of(6);
+                let is_taken = |op: &usize| {
+                    everything() || mix(&[c as u64, f as u64, t as u64, *op as u64]).is_multiple_of(6)
+                };
                 of_type
                     .into_iter()
                     .filter(is_taken)

@@ -4,7 +4,7 @@ use std::io::Read;
 use std::os::fd::{FromRawFd, IntoRawFd, OwnedFd};
 use std::time::{Duration, Instant};
 
-use allstream::{ArenaBuf, Comm, Error, Node, Rendezvous, Work};
+use allstream::{ArenaBuf, Comm, Error, Message, Node, Rendezvous, Work};
 use futures::executor::block_on;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, Signal, kill_process, test_kill_process};
@@ -44,6 +44,14 @@ fn in_child(held: Held) -> Value {
         verdict("Comm::connect", block_on(Comm::connect(Rendezvous::from_env().unwrap()))),
         verdict("a call", world.all_reduce(vec![1f32; 1000]).wait().map_err(Error::from)),
         verdict("a message", group.send(vec![1u8; 10], 1 - rank).wait().map_err(Error::from)),
+        verdict(
+            "a send and a receive",
+            group.send_recv(vec![1u8], 1 - rank, vec![1u8], 1 - rank).wait().map_err(Error::from),
+        ),
+        verdict(
+            "a batch",
+            group.batch([Message::Send { buf: vec![1u8], to: 1 - rank, tag: 0 }]).wait().map_err(Error::from),
+        ),
         verdict("a local call", local[0].barrier().wait().map_err(Error::from)),
         verdict("a call of a node", node.barrier().wait().map_err(Error::from)),
         verdict("a split", block_on(group.dup())),

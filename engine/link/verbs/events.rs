@@ -4,7 +4,8 @@
 use std::os::fd::BorrowedFd;
 use std::ptr;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Instant;
 
 use allstream_sys::verbs::{EventType, IbvAsyncEvent, IbvCq, IbvQp, VerbsError};
 use parking_lot::Mutex;
@@ -15,6 +16,9 @@ use crate::error::Error;
 use crate::link::{Reactor, Source};
 use crate::trace::log::LOG;
 
+/// Links have the events read at most this often, in milliseconds.
+const APART: u64 = 10;
+
 /// The events of a device, for the links of one rank that go over one of its ports.
 pub(super) struct Events {
     domain: Arc<Domain>,
@@ -22,6 +26,11 @@ pub(super) struct Events {
     port: u8,
     /// Whether the progress thread listens to the device.
     is_listened_to: AtomicBool,
+    /// One thread reads at a time, so that a port that went down and is up again is not told the other way round.
+    reading: Mutex<()>,
+    since: Instant,
+    /// When links had the events read last, in milliseconds from `since`.
+    read_at: AtomicU64,
     /// Whether `failed` names anything. Links ask for it whenever they are asked whether they broke.
     has_failures: AtomicBool,
     failed: Mutex<Failed>,
@@ -46,6 +55,9 @@ impl Events {
             device: device.to_owned(),
             port,
             is_listened_to: AtomicBool::new(false),
+            reading: Mutex::default(),
+            since: Instant::now(),
+            read_at: AtomicU64::new(0),
             has_failures: AtomicBool::new(false),
             failed: Mutex::default(),
         };
@@ -65,11 +77,22 @@ impl Events {
             return Ok(());
         }
         let weak = Arc::downgrade(self);
-        reactor.listen(self.descriptor(), weak)
+        let listened = reactor.listen(self.descriptor(), weak);
+        listened.inspect_err(|_| self.is_listened_to.store(false, Ordering::Relaxed))
+    }
+
+    /// Reads what the device has told, if nobody has for some time: while callers drive their operations themselves, the progress thread does not.
+    fn read_now_and_then(&self) {
+        let now = u64::try_from(self.since.elapsed().as_millis()).unwrap_or(u64::MAX);
+        let last = self.read_at.load(Ordering::Relaxed);
+        if now >= last.saturating_add(APART) && self.read_at.swap(now, Ordering::Relaxed) == last {
+            self.read();
+        }
     }
 
     /// Why nothing more comes of a queue pair, if the device has told so: in words.
     pub(super) fn problem(&self, pair: u32, queue: *const IbvCq) -> Option<String> {
+        self.read_now_and_then();
         if !self.has_failures.load(Ordering::Acquire) {
             return None;
         }
@@ -91,7 +114,7 @@ impl Events {
         self.failed.lock().port
     }
 
-    /// A queue pair that was just made may have the number, and its completion queue the address, of one that is gone.
+    /// The queue pair is destroyed: another one may get its number, or its completion queue the address.
     pub(super) fn forget(&self, pair: u32, queue: *const IbvCq) {
         if self.has_failures.load(Ordering::Acquire) {
             let mut failed = self.failed.lock();
@@ -115,11 +138,16 @@ impl Events {
                 // The number is in the first four bytes of what else holds a pointer.
                 if event.element.addr() as u32 == u32::from(self.port) {
                     failed.port = kind == EventType::PORT_ERR;
-                    self.tell_of_port(failed.port);
+                    drop(failed);
+                    self.tell_of_port(kind == EventType::PORT_ERR);
                 }
                 return;
             }
-            _ => return tracing::debug!("the network card {} tells of {kind:?}", self.device),
+            _ => {
+                drop(failed);
+                let device = self.device.clone();
+                return LOG.debug(move || tracing::debug!("the network card {device} tells of {kind:?}"));
+            }
         }
         self.has_failures.store(true, Ordering::Release);
     }
@@ -138,6 +166,7 @@ impl Events {
 
 impl Source for Events {
     fn read(&self) {
+        let _alone = self.reading.lock();
         loop {
             let mut event = IbvAsyncEvent { element: ptr::null_mut(), event_type: 0 };
             // SAFETY: the device is open, and its descriptor does not block; room for an event.
@@ -148,7 +177,10 @@ impl Source for Events {
                     let _ = unsafe { self.domain.verbs.ack_async_event(&raw mut event) };
                 }
                 Err(error) if is_not_yet(&error) => return,
-                Err(error) => return tracing::debug!("what {} tells cannot be read: {error}", self.device),
+                Err(error) => {
+                    let device = self.device.clone();
+                    return LOG.debug(move || tracing::debug!("what {device} tells cannot be read: {error}"));
+                }
             }
         }
     }

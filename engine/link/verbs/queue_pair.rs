@@ -14,6 +14,7 @@ use rustix::io::{Errno, ioctl_fionbio};
 use super::card::Card;
 use super::choose::RdmaLayer;
 use super::domain::{Domain, is_not_yet};
+use super::events::Events;
 use super::hello::Hello;
 use crate::error::Error;
 use crate::forked;
@@ -50,6 +51,7 @@ pub(super) struct Write<'a> {
 
 pub(super) struct QueuePair {
     domain: Arc<Domain>,
+    events: Arc<Events>,
     /// Null once it is destroyed.
     pair: *mut IbvQp,
     queue: *mut IbvCq,
@@ -77,7 +79,6 @@ impl QueuePair {
 
     fn of(card: &Card, room: Room, has_channel: bool) -> Result<QueuePair, Error> {
         let made = QueuePair::make(card, room, has_channel);
-        let made = made.inspect(|new| card.events().forget(new.number(), new.queue));
         made.map_err(|error| {
             let doing = format!("open a link over RDMA on {}", card.place());
             Error::system(
@@ -92,6 +93,7 @@ impl QueuePair {
         let verbs = domain.verbs;
         let none = QueuePair {
             domain,
+            events: card.events().clone(),
             pair: ptr::null_mut(),
             queue: ptr::null_mut(),
             channel: ptr::null_mut(),
@@ -237,8 +239,8 @@ impl QueuePair {
     }
 
     /// Why nothing more comes of it, if the device has told so.
-    pub(super) fn problem(&self, card: &Card) -> Option<String> {
-        card.events().problem(self.number(), self.queue)
+    pub(super) fn problem(&self) -> Option<String> {
+        self.events.problem(self.number(), self.queue)
     }
 
     pub(super) fn number(&self) -> u32 {
@@ -372,10 +374,14 @@ impl QueuePair {
         if self.pair.is_null() {
             return true;
         }
+        let number = self.number();
         // SAFETY: it exists, and is not used any more.
         let destroyed = unsafe { self.verbs().destroy_qp(self.pair) };
         match destroyed {
-            Ok(()) => self.pair = ptr::null_mut(),
+            Ok(()) => {
+                self.pair = ptr::null_mut();
+                self.events.forget(number, self.queue);
+            }
             Err(error) => tracing::error!("a queue pair cannot be destroyed: {error}"),
         }
         self.pair.is_null()

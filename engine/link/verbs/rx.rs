@@ -316,7 +316,7 @@ impl Receiving {
 
     /// That the link broke, once. Also asks whether the device has told of a failure: nothing may come from it any more.
     fn take_break(&mut self) -> Option<Break> {
-        if let Some(problem) = self.pair.problem(&self.card) {
+        if let Some(problem) = self.pair.problem() {
             self.break_off(problem);
         }
         self.broke.take()

@@ -334,7 +334,7 @@ impl Sending {
     /// That the link broke, once. Also asks whether the device has told of a failure: its completions then may never come.
     fn take_break(&mut self) -> Option<Break> {
         if !self.is_over()
-            && let Some(problem) = self.pair.problem(&self.card)
+            && let Some(problem) = self.pair.problem()
         {
             // It always succeeds.
             let _ = self.lose(problem);
@@ -365,6 +365,12 @@ impl Sending {
     /// Whether the device is done with all that was posted.
     fn is_quiet(&mut self) -> bool {
         let _ = self.look();
+        // A card that has failed completes nothing more: with the queue pair the frames are gone.
+        if self.credits.gone() < self.credits.posted()
+            && let Some(problem) = self.pair.problem()
+        {
+            let _ = self.lose(problem);
+        }
         self.credits.gone() == self.credits.posted()
     }
 

@@ -90,10 +90,11 @@ pub(crate) fn with_options<'a>(
 /// Other libraries have other names than ours for some.
 fn operator(value: &Bound<'_, PyAny>) -> PyResult<String> {
     let name = match value.cast::<PyString>() {
-        Ok(_) => value.clone(),
-        Err(_) => value.getattr_opt("name")?.unwrap_or_else(|| value.clone()),
+        // Not its `str()`: a member of an enumeration of strings is one, and that would be another text.
+        Ok(text) => text.to_str()?.to_lowercase(),
+        Err(_) => value.getattr_opt("name")?.unwrap_or_else(|| value.clone()).str()?.to_str()?.to_lowercase(),
     };
-    Ok(match name.str()?.to_str()?.to_lowercase().as_str() {
+    Ok(match name.as_str() {
         "product" => "prod".into(),
         "average" | "mean" => "avg".into(),
         other => other.into(),

@@ -43,6 +43,9 @@ pub(super) fn look(array: &Bound<'_, PyAny>, how: Use) -> Result<Found, No> {
         return Err("its __array_struct__ is not numpy's".to_owned().into());
     }
     let dims = usize::try_from(about.nd).map_err(|_| format!("it has {} dimensions", about.nd))?;
+    if dims > 0 && about.shape.is_null() {
+        return Err("its __array_struct__ has no lengths".to_owned().into());
+    }
     let shape = match dims {
         0 => &[],
         // SAFETY: there are `nd` lengths at `shape`, by numpy's protocol. They belong to the structure, so they live as long as it does.
@@ -70,6 +73,7 @@ pub(super) fn look(array: &Bound<'_, PyAny>, how: Use) -> Result<Found, No> {
     }
     let lens = shape.iter().map(|len| usize::try_from(*len).ok());
     let len = lens.fold(Some(1), |all: Option<usize>, len| all?.checked_mul(len?));
+    let len = len.filter(|len| len.checked_mul(dtype.size()).is_some());
     let len = len.ok_or_else(|| format!("no array has lengths such as {shape:?}"))?;
     Ok(Found { start, len, dtype, device: None })
 }

@@ -77,7 +77,7 @@ unsafe extern "C" fn allstream_test_verbs_set_port(device: *const c_char, port: 
     0
 }
 
-/// Has each device that this process has open say that it has failed, as a card does whose firmware has crashed. Nothing that was posted is carried out any more.
+/// Has each device that this process has open say that it has failed, as a card does whose firmware has crashed. Requests that were posted, and whose packets were not sent yet, stay.
 #[unsafe(no_mangle)]
 extern "C" fn allstream_test_verbs_end_devices() -> c_int {
     let Ok(mut card) = card() else { return libc::EIO };
@@ -93,11 +93,14 @@ extern "C" fn allstream_test_verbs_end_devices() -> c_int {
     0
 }
 
-/// Breaks a queue pair of this process's, by its number, as a device does that has found an error of its own.
+/// Breaks a queue pair of this process's, by its number, or all of them (0), as a device does that has found an error of its own.
 #[unsafe(no_mangle)]
 extern "C" fn allstream_test_verbs_break(number: u32) -> c_int {
-    let broken = card().map(|mut card| card.with(number, |pair, shared| pair.fail(Some(QP_FATAL), shared)));
-    if broken.is_ok_and(|found| found.is_some()) { 0 } else { libc::EINVAL }
+    let Ok(mut card) = card() else { return libc::EIO };
+    let all: Vec<u32> = card.pairs.keys().copied().filter(|pair| number == 0 || *pair == number).collect();
+    let mut broken =
+        all.iter().map(|pair| card.with(*pair, |pair, shared| pair.fail(Some(QP_FATAL), shared)));
+    if !all.is_empty() && broken.all(|found| found.is_some()) { 0 } else { libc::EINVAL }
 }
 
 /// Tells what lives, and what has happened.

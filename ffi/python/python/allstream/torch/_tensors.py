@@ -93,7 +93,14 @@ def written(tensor, moved=True):
     if torch._debug_has_internal_overlap(tensor) == 1:
         raise ValueError("allstream: several elements of the tensor are one in memory (it was expanded), and the result is written there; give tensor.contiguous()")
     packed = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-    return *_in_elements(packed, moved), lambda: tensor.copy_(packed)
+    return *_in_elements(packed, moved), lambda: tensor.copy_(_read_here(packed))
+
+
+def _read_here(packed):
+    """The tensor, which the current stream reads next. Its memory may be another stream's, and torch must not use it again before that read."""
+    if packed.is_cuda:
+        packed.record_stream(torch.cuda.current_stream(packed.device))
+    return packed
 
 
 def in_place(tensor, moved=False, writes=True):

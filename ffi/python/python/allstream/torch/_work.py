@@ -31,9 +31,10 @@ class Work(dist._Work):
             if self._after is not None:
                 # If a copy fails, it is tried again, and so fails again, for whoever asks next.
                 self._after()
-                self._after = None
                 if self._device is not None:
                     self._copied = torch.cuda.current_stream(self._device).record_event()
+                # Last, as `is_completed` looks at both without the lock.
+                self._after = None
 
     def _order(self):
         """Runs `after`. On a device, makes the current stream wait for the operations and for the copies of `after`."""
@@ -65,7 +66,9 @@ class Work(dist._Work):
         return True
 
     def is_completed(self):
-        """Whether all operations are over and their results are in the user's tensors, or cannot be there as an operation has failed."""
+        """Whether all operations are over and their results are in the user's tensors, or cannot be there as an operation has failed.
+
+        Results that are still to be copied into a CUDA tensor are copied on the caller's current stream. Raises if a copy fails."""
         if not all(work.done() for work in self._works):
             return False
         if self._after is not None and self.exception() is None:
