@@ -73,18 +73,6 @@ fn both_or_none(send: Prepared, recv: Prepared) -> (Prepared, Prepared) {
     }
 }
 
-/// The same of several messages.
-fn all_or_none(messages: &mut [Option<Prepared>]) {
-    let refusal = |message: &Option<Prepared>| Some(message.as_ref()?.as_ref().err()?.0.clone());
-    let Some(error) = messages.iter().find_map(refusal) else { return };
-    for message in messages {
-        *message = message.take().map(|message| match message {
-            Ok(letter) => Err((error.clone(), letter.held)),
-            refused => refused,
-        });
-    }
-}
-
 /// A message's buffer without its type, and where its elements lie.
 struct Content {
     raw: RawBuf,
@@ -214,11 +202,11 @@ impl Call<'_> {
         (self.post(send), recv)
     }
 
-    /// Submits several messages, in order, or none of them if one is refused. A send to this rank itself, or a receive from it, is refused if
-    /// its other half is missing.
+    /// Submits several messages, in order. A send to this rank itself, or a receive from it, is refused if its other half is missing; the others are
+    /// carried out. If there are pairs of such halves, and the queue has no room for all messages, all are refused.
     fn several(&self, messages: Vec<(Envelope, Content)>) -> Vec<Submitted> {
         let pairs = self.pairs(&messages);
-        let full = no_room(self.side.0, "batch", messages.len());
+        let full = if pairs.is_empty() { None } else { no_room(self.side.0, "batch", messages.len()) };
         let mut paired = vec![false; messages.len()];
         pairs.iter().for_each(|(send, recv)| (paired[*send], paired[*recv]) = (true, true));
         let prepared = messages.into_iter().zip(paired).map(|((envelope, content), paired)| match &full {
@@ -235,7 +223,6 @@ impl Call<'_> {
                 (letters[send], letters[recv]) = (Some(sends), Some(receives));
             }
         }
-        all_or_none(&mut letters);
         letters.into_iter().flatten().map(|letter| self.post(letter)).collect()
     }
 

@@ -40,9 +40,9 @@ enum Command {
         /// All there is: the tests with many more combinations; fuzzing, candle, the GPU pack, Python with torch and Ray
         #[arg(long)]
         full: bool,
-        /// Only parts whose name contains this
+        /// Only parts whose name contains this; may be given several times
         #[arg(long, value_name = "TEXT")]
-        only: Option<String>,
+        only: Vec<String>,
     },
     /// Only the checks of the house: floors, circles, unsafe, sizes of files, paths
     House,
@@ -102,7 +102,8 @@ fn main() -> ExitCode {
     let parts = match Cli::parse().command {
         Command::Test { full, only } => {
             let mut parts = parts::tests(full);
-            parts.retain(|part| only.as_ref().is_none_or(|text| part.name.contains(text.as_str())));
+            let is_named = |part: &part::Part| only.iter().any(|text| part.name.contains(text.as_str()));
+            parts.retain(|part| only.is_empty() || is_named(part));
             parts
         }
         Command::House => vec![parts::house()],

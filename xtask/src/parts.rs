@@ -191,12 +191,12 @@ fn all(is_full: bool) -> Vec<Part> {
         // Tests of Python mostly wait for programs that start: so what is mostly compiled runs beside them.
         Part { work: Work::Steps(fuzz::all), ..cargo("fuzz", "") }
             .needs(fuzz::needs)
-            .minutes(40)
+            .minutes(60)
             .beside()
             .full(),
         // A workspace of its own, so that candle stays out of the engine's lock file.
         cargo("candle", "test --manifest-path adapters/candle/Cargo.toml --no-fail-fast --release")
-            .minutes(40)
+            .minutes(60)
             .beside()
             .full(),
         // After Python, whose torch has brought NVIDIA's NCCL along.
