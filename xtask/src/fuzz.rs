@@ -20,7 +20,7 @@ pub(crate) fn all(root: &Path, limit: Duration) -> Ran {
     let fuzz = |arguments: &[&str], echo| {
         let mut command = Command::new(runner::cargo());
         // The sanitizers need unstable flags, which this compiler has too.
-        command.args(arguments).env("RUSTC_BOOTSTRAP", "1");
+        command.args(arguments).envs([("RUSTC_BOOTSTRAP", "1"), ("CARGO_BUILD_JOBS", "1")]);
         let limit = left();
         let end = runner::execute(command, root, limit, echo);
         let done = end.journal.last("Done ").map(|line| format!(", {line}")).unwrap_or_default();

@@ -188,14 +188,14 @@ fn all(is_full: bool) -> Vec<Part> {
             .needs(python::needs)
             .minutes(40)
             .full(),
-        // Tests of Python mostly wait for programs that start: so what is mostly compiled runs beside them.
+        // Tests of Python mostly wait for programs that start: so what is mostly compiled runs beside them, each by one compiler at a time.
         Part { work: Work::Steps(fuzz::all), ..cargo("fuzz", "") }
             .needs(fuzz::needs)
             .minutes(60)
             .beside()
             .full(),
         // A workspace of its own, so that candle stays out of the engine's lock file.
-        cargo("candle", "test --manifest-path adapters/candle/Cargo.toml --no-fail-fast --release")
+        cargo("candle", "test --jobs 1 --manifest-path adapters/candle/Cargo.toml --no-fail-fast --release")
             .minutes(60)
             .beside()
             .full(),
