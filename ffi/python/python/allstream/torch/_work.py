@@ -7,7 +7,7 @@ from torch import distributed as dist
 
 
 class Work(dist._Work):
-    """Operations in flight. `after`, if given, copies their results into the user's tensors. `wait`, `is_completed` or the future runs it, once.
+    """Operations in flight. `after`, if given, copies their results into the user's tensors. `wait` or the future runs it, once.
 
     On host tensors it runs when all operations have succeeded. On tensors of a CUDA `device` the current stream first waits for the
     operations, and `after` puts its copies on that stream. The host waits only for operations that no device runs.
@@ -33,7 +33,6 @@ class Work(dist._Work):
                 self._after()
                 if self._device is not None:
                     self._copied = torch.cuda.current_stream(self._device).record_event()
-                # Last, as `is_completed` looks at both without the lock.
                 self._after = None
 
     def _order(self):
@@ -66,15 +65,7 @@ class Work(dist._Work):
         return True
 
     def is_completed(self):
-        """Whether all operations are over and their results are in the user's tensors, or cannot be there as an operation has failed.
-
-        Results that are still to be copied into a CUDA tensor are copied on the caller's current stream. Raises if a copy fails."""
-        if not all(work.done() for work in self._works):
-            return False
-        if self._after is not None and self.exception() is None:
-            # Whoever polls reads the tensors next, and need not call `wait`.
-            self._order()
-        return self._copied is None or self._copied.query()
+        return all(work.done() for work in self._works)
 
     def is_success(self):
         return self.is_completed() and self.exception() is None
