@@ -71,8 +71,8 @@ pub(super) fn look(array: &Bound<'_, PyAny>, how: Use) -> Result<Found, No> {
     if about.flags & ALIGNED == 0 {
         aligned(start, dtype)?;
     }
-    let lens = shape.iter().map(|len| usize::try_from(*len).ok());
-    let len = lens.fold(Some(1), |all: Option<usize>, len| all?.checked_mul(len?));
+    let mut lens = shape.iter().map(|len| usize::try_from(*len).ok());
+    let len = lens.try_fold(1_usize, |all, len| all.checked_mul(len?));
     let len = len.filter(|len| len.checked_mul(dtype.size()).is_some());
     let len = len.ok_or_else(|| format!("no array has lengths such as {shape:?}"))?;
     Ok(Found { start, len, dtype, device: None })
