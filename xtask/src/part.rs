@@ -54,3 +54,11 @@ pub(crate) enum Work {
 
 /// How a part ended: in words, in numbers, and what is to be said again if it failed.
 pub(crate) struct Ran(pub(crate) String, pub(crate) Counts, pub(crate) Report);
+
+impl Ran {
+    /// A part that failed for one reason, and what was printed before.
+    pub(crate) fn failed(why: String, lines: Vec<String>) -> Ran {
+        let counts = Counts { failed: 1, ..Counts::default() };
+        Ran(format!("FAILED: {why}"), counts, Report { names: vec![why], lines })
+    }
+}

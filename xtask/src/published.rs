@@ -5,7 +5,6 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use crate::journal::{Counts, Report};
 use crate::part::{OURS_ALONE, Ran};
 use crate::runner;
 
@@ -24,10 +23,7 @@ pub(crate) fn check(root: &Path, limit: Duration) -> Ran {
         cargo
     };
     let folder = root.join("target/packages");
-    let failed = |why: String| {
-        let report = Report { names: vec![why.clone()], ..Report::default() };
-        Ran(format!("FAILED: {why}"), Counts { failed: 1, ..Counts::default() }, report)
-    };
+    let failed = |why| Ran::failed(why, Vec::new());
     if folder.exists()
         && let Err(error) = fs::remove_dir_all(&folder)
     {

@@ -135,8 +135,7 @@ fn counted(results: Option<&Value>, stopped: Option<Stopped>) -> Ran {
 }
 
 fn failed(Stopped(why, lines): Stopped) -> Ran {
-    let report = Report { names: vec![why.clone()], lines };
-    Ran(format!("FAILED: {why}"), Counts { failed: 1, ..Counts::default() }, report)
+    Ran::failed(why, lines)
 }
 
 /// Makes the environment of [`all`] and fetches what its tests need, while something else keeps the processors busy.
