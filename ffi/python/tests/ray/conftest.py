@@ -6,6 +6,7 @@ import signal
 import sys
 from pathlib import Path
 
+import apart
 import pytest
 
 try:
@@ -42,11 +43,13 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session", autouse=True)
 def cluster():
-    ray.init(num_cpus=8, include_dashboard=False, logging_level="warning", log_to_driver=False)
-    before = _of_allstream()
-    yield
-    assert _of_allstream() == before, "files of shared memory were left"
-    ray.shutdown()
+    with apart.environment() as variables, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_TMPDIR", variables["RAY_TMPDIR"])
+        ray.init(address="local", num_cpus=8, include_dashboard=False, logging_level="warning", log_to_driver=False)
+        before = _of_allstream()
+        yield
+        assert _of_allstream() == before, "files of shared memory were left"
+        ray.shutdown()
 
 
 def _of_allstream():

@@ -1,9 +1,9 @@
 """The examples with Ray, with small numbers, and the program of docs/python.md."""
 
-import os
 import subprocess
 import sys
 
+import apart
 import pytest
 from programs import REPOSITORY, program
 from test_jobs import DESIGN
@@ -12,10 +12,9 @@ EXAMPLES = REPOSITORY / "ffi/python/examples"
 
 
 def run(path, *arguments):
-    # A cluster of its own, not the one of these tests.
-    env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    env.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    ended = subprocess.run([sys.executable, path, *arguments], capture_output=True, text=True, timeout=140, env=env)
+    with apart.environment() as env:
+        env.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        ended = subprocess.run([sys.executable, path, *arguments], capture_output=True, text=True, timeout=140, env=env)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return [line for line in ended.stdout.splitlines() if "(raylet)" not in line]
 

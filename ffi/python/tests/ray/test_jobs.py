@@ -3,7 +3,6 @@
 import os
 import secrets
 import shutil
-import tempfile
 
 import pytest
 from programs import REPOSITORY
@@ -24,17 +23,14 @@ def test_a_submitted_job(tmp_path):
     pytest.importorskip("ray.dashboard.optional_deps", reason="the dashboard, which takes jobs, is not installed (ray[default])", exc_type=ImportError)
     shutil.copy(REPOSITORY / "ffi/python/examples/ray_design.py", tmp_path)
     (tmp_path / "program.py").write_text("import os, ray_design\nray_design.main()\nprint('of the job:', os.environ['OF_THE_JOB'])\n")
-    # A cluster beside the one of these tests: its agent, which runs jobs, needs a port of its own, and who submits them the cluster's secret.
-    # What is in its folder tells no other program of it; the names of sockets there must be short.
-    folder = tempfile.mkdtemp(prefix="ray-")
+    # The agent, which runs jobs, needs a port that the agent of the other tests' cluster does not have, and who submits jobs needs the cluster's secret.
     done = script(
         f"""
-        import os, socket, subprocess, sys, time
+        import socket, subprocess, sys, time
         from ray.job_submission import JobSubmissionClient
         held = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
         dashboard, agent = [each.getsockname()[1] for each in held]
         [each.close() for each in held]
-        del os.environ["RAY_ADDRESS"]
         options = ["--port=0", f"--dashboard-port={{dashboard}}", f"--dashboard-agent-listen-port={{agent}}", "--num-cpus=2"]
         start = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", *options]
         cluster = subprocess.Popen(start, stdout=subprocess.DEVNULL)
@@ -61,11 +57,9 @@ def test_a_submitted_job(tmp_path):
             cluster.terminate()
             cluster.wait(20)
         """,
-        RAY_TMPDIR=folder,
         RAY_AUTH_MODE="token",
         RAY_AUTH_TOKEN=secrets.token_hex(32),
     )
-    shutil.rmtree(folder, ignore_errors=True)
     lines = done.stdout.splitlines()
     assert "SUCCEEDED" in lines, done.stdout + done.stderr[-3000:]
     assert [line for line in lines if line in DESIGN or line.startswith("of the job")] == [*DESIGN, "of the job: 3"], done.stdout

@@ -1,8 +1,9 @@
 """A group whose actors are on two nodes of Ray's, and count as on two hosts: data goes over TCP."""
 
-import os
 import subprocess
 import sys
+
+import apart
 
 PROGRAM = """
 import os
@@ -36,7 +37,7 @@ cluster.shutdown()
 
 
 def test_actors_on_two_nodes_that_count_as_two_hosts():
-    env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    ended = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=140, env=env)
+    with apart.environment() as env:
+        ended = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=140, env=env)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert ended.stdout.splitlines()[-1] == "3.0 3.0 2 True"

@@ -1,11 +1,11 @@
 """How workers come to know the backend: each way in a job of its own."""
 
 import json
-import os
 import subprocess
 import sys
 import textwrap
 
+import apart
 import pytest
 import ray.experimental.rdt.util
 
@@ -37,12 +37,9 @@ HEAD = """
 
 
 def script(body, **environment):
-    # A job of its own: it does not join the one of the other tests.
-    kept = {key: value for key, value in os.environ.items() if key not in ("RAY_ADDRESS", "RAY_JOB_CONFIG_JSON_ENV_VAR")}
     text = textwrap.dedent(HEAD) + textwrap.dedent(body)
-    done = subprocess.run(
-        [sys.executable, "-c", text], env={**kept, **environment, "RAY_ADDRESS": "local"}, capture_output=True, text=True, timeout=120
-    )
+    with apart.environment() as kept:
+        done = subprocess.run([sys.executable, "-c", text], env={**kept, **environment}, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-3000:]
     return done
 
