@@ -4,13 +4,13 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use crate::modules::Named;
 
-/// Circles that may stay: the files, and why.
+/// Circles that are allowed: the files of each, and the reason.
 pub(crate) const ALLOWED: [(&[&str], &str); 0] = [];
 
-/// For each file the files that it names something of, and each name with the first line that has it.
+/// For each file: the other files whose items it names, and for each of these files the names, each with the first line that has it.
 type Imports<'a> = BTreeMap<&'a str, BTreeMap<&'a str, BTreeMap<&'a str, usize>>>;
 
-/// All files that can be reached from here by imports.
+/// All files that can be reached from the file `from` by imports.
 fn reached<'a>(imports: &Imports<'a>, from: &'a str) -> BTreeSet<&'a str> {
     let (mut all, mut rest) = (BTreeSet::new(), vec![from]);
     while let Some(next) = rest.pop() {
@@ -23,7 +23,7 @@ fn reached<'a>(imports: &Imports<'a>, from: &'a str) -> BTreeSet<&'a str> {
     all
 }
 
-/// The circles that nobody allowed, with the names that tie each, and what is allowed without need.
+/// Complaints: the circles that are not allowed, each with the names that its files import, and the allowed circles that no longer exist.
 pub(crate) fn circles(named: &[Named<'_>], allowed: &[(&[&str], &str)]) -> Vec<String> {
     let mut imports = Imports::new();
     for Named { from, line, name, to, .. } in named.iter().filter(|named| !named.for_tests) {
@@ -74,7 +74,7 @@ mod tests {
         circles(&crate::modules::named(&files, &syntax), allowed)
     }
 
-    /// `x/deep.rs` needs `y.rs` by what `x` hands on; what `y.rs` says is the test's.
+    /// `x/deep.rs` needs `z.rs`, `z.rs` needs `y.rs`, and `x` re-exports `X` of `x/deep.rs`. The test gives the text of `y.rs`.
     fn with(y: &str) -> [(&str, &str); 5] {
         [
             (

@@ -1,4 +1,4 @@
-//! Documents against what they name: files and headings that links lead to, and functions and tests that stand in the text.
+//! Checks the documents against the repository: the files and headings that links lead to, and the functions and tests that the text names.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Component, Path, PathBuf};
@@ -7,11 +7,11 @@ use pulldown_cmark::{Event, Options, Parser, Tag, TagEnd};
 
 use crate::files::SourceFile;
 
-/// It tells of what there was.
+/// The history names functions that no longer exist, so its names are not checked.
 const HISTORY: &str = "CHANGELOG.md";
-/// So many underscores, or stars, has the name of a test, at least. Shorter names may be another project's.
+/// A word is taken for the name of a test or function if it has at least this many underscores or stars. Shorter names may be another project's.
 const UNDERSCORES: usize = 3;
-/// Names that are other projects': counters of network cards.
+/// Names that are not this project's: counters of network cards.
 const ELSEWHERE: [&str; 2] = ["local_ack_timeout_err", "rnr_nak_retry_err"];
 
 /// A document: the names by which links find its headings, where its own links lead, and its words in `code`.
@@ -44,7 +44,7 @@ fn read(text: &str) -> Document {
     document
 }
 
-/// The name of a heading in links, as web sites that show repositories make it.
+/// The anchor by which links name a heading, made as web sites that show repositories make it.
 fn anchor(heading: &str) -> String {
     let kept = heading.to_lowercase();
     let kept = kept.chars().filter(|char| char.is_alphanumeric() || matches!(char, ' ' | '-' | '_'));
@@ -78,7 +78,7 @@ pub(crate) fn links(root: &Path, documents: &BTreeMap<&str, Document>) -> Vec<St
     complaints
 }
 
-/// A path that a document writes, from the root.
+/// The path from the repository's root, for a path that a document gives relative to its own folder.
 fn beside(document: &str, path: &str) -> PathBuf {
     let mut from_root = PathBuf::from(document);
     from_root.pop();
@@ -92,11 +92,11 @@ fn beside(document: &str, path: &str) -> PathBuf {
     from_root
 }
 
-/// Names of tests and functions in documents that no source has. `law_1_*` stands for all names that begin so.
+/// Names of tests and functions in documents that no source file has. `law_1_*` stands for all names that begin with `law_1_`.
 pub(crate) fn names(files: &[SourceFile], documents: &BTreeMap<&str, Document>) -> Vec<String> {
     let sources = files.iter().filter(|file| !file.path.ends_with(".md"));
     let known: BTreeSet<&str> = sources.flat_map(|file| file.text.split(|char| !is_of_name(char))).collect();
-    // A filter of tests may be the beginning of their names, too, without a star.
+    // Known without a star, too, if a name begins with it: `cargo test` takes the beginning of a name as a filter.
     let is_known = |name: &str| {
         let start = name.strip_suffix('*').unwrap_or(name);
         known.range(start..).next().is_some_and(|first| first.starts_with(start))
@@ -131,7 +131,7 @@ mod tests {
 
     #[test]
     fn links_that_lead_nowhere_are_found() {
-        // A directory that is not there: all that links lead to is among the files.
+        // This directory does not exist, so links can only lead to the files below.
         let root = Path::new("there/is/no/such/directory");
         let files = [
             file(

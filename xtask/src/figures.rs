@@ -1,5 +1,5 @@
-//! Figures of the engine and the plans, which show whether they grow: counted from the syntax, without tests. Functions that macros
-//! make are not seen.
+//! Figures that show whether the code of `engine/` and `plan/` grows: counted from the syntax, without tests. Functions that macros
+//! generate are not seen.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -15,7 +15,7 @@ use crate::modules::is_for_tests;
 
 /// The folders that are counted.
 const COUNTED: [&str; 2] = ["engine/", "plan/"];
-/// So many structs are listed: those with the most fields.
+/// How many structs are listed: those with the most fields.
 const LARGEST_STRUCTS: usize = 5;
 /// Tuples with fewer elements are not counted.
 const LEAST_ELEMENTS: usize = 3;
@@ -33,7 +33,7 @@ pub(crate) fn told(root: &Path) -> Result<String, String> {
     if unread.is_empty() { Ok(figures.to_string()) } else { Err(unread.join("\n")) }
 }
 
-/// Whether a file is in Rust, in one of those folders, and not for tests.
+/// Whether a file is in Rust, in one of the folders [`COUNTED`], and not for tests.
 fn is_counted(file: &SourceFile) -> bool {
     let mut parts = file.path.trim_end_matches(".rs").split('/');
     let is_there = COUNTED.iter().any(|folder| file.path.starts_with(folder));
@@ -44,26 +44,26 @@ fn is_counted(file: &SourceFile) -> bool {
 struct Figures {
     /// Lines with code, of each folder.
     code: BTreeMap<String, usize>,
-    /// The number of fields, and the struct.
+    /// Each struct: the number of its fields, then its name and place.
     structs: Vec<(usize, String)>,
     /// The places of tuples in the types of parameters.
     tuples: Vec<String>,
-    /// The places of each name of a type that other crates can use. All types that are `pub` are such: the compiler's lint
-    /// `unreachable_pub` sees to that.
+    /// For each name of a public type, the places that define one. Other crates can use every `pub` type: the compiler's lint
+    /// `unreachable_pub` allows no other `pub`.
     public: BTreeMap<String, Vec<String>>,
     methods_of_endpoint: usize,
     files_of_endpoint: BTreeSet<String>,
     long_files: Vec<String>,
     /// The file that is read now.
     file: String,
-    /// Its modules for tests, by their lines.
+    /// The lines of this file's modules for tests.
     tests: Vec<RangeInclusive<usize>>,
-    /// Its type aliases for tuples.
+    /// This file's type aliases for tuples.
     aliases: BTreeSet<String>,
-    /// The type that is read now is that of a parameter.
+    /// Whether the type that is read now is that of a parameter.
     in_parameter: bool,
-    /// The module that is read now is private and part of a file, so that other crates cannot name its types: traits that only
-    /// this crate may implement stand in such modules.
+    /// Whether the module that is read now is private and inline (`mod a { }`), so that other crates cannot name its types: traits that
+    /// only this crate may implement stand in such modules.
     is_sealed: bool,
 }
 
@@ -188,7 +188,7 @@ impl Visit<'_> for Figures {
         self.structs.push((item.fields.len(), format!("{} ({})", item.ident, self.place(item.ident.span()))));
     }
 
-    /// Enums that macros make: their names stand in what the macro is given.
+    /// Enums that macros define: `pub enum NAME` stands in the macro's input.
     fn visit_item_macro(&mut self, item: &syn::ItemMacro) {
         let tokens: Vec<TokenTree> = item.mac.tokens.clone().into_iter().collect();
         for three in tokens.windows(3) {
@@ -216,7 +216,7 @@ fn is_tuple(of: &Type) -> bool {
     matches!(of, Type::Tuple(tuple) if tuple.elems.len() >= LEAST_ELEMENTS)
 }
 
-/// The lines that have something other than a comment. (The compiler reads a doc comment as an attribute.)
+/// Collects the lines that have something other than a comment. (In the tokens a doc comment is the attribute `#[doc = ...]`.)
 fn code_lines(tokens: TokenStream, lines: &mut BTreeSet<usize>) {
     let tokens: Vec<TokenTree> = tokens.into_iter().collect();
     let is = |at: usize, sign: char| matches!(tokens.get(at), Some(TokenTree::Punct(punct)) if punct.as_char() == sign);

@@ -1,4 +1,4 @@
-//! The files of the repository that the checks of the house read, and the syntax of those in Rust.
+//! Reads the files of the repository that `cargo xtask house` checks, and parses those in Rust.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -6,9 +6,9 @@ use std::path::{Path, PathBuf};
 
 /// Files with these endings are read.
 const TEXT: [&str; 11] = ["rs", "toml", "md", "py", "sh", "cu", "cuh", "yml", "yaml", "json", "run"];
-/// Directories that are not the repository's.
+/// Directories that are not read: they are not part of the repository.
 const FOREIGN: [&str; 5] = ["target", "shared", "artifacts", "corpus", "node_modules"];
-/// Hidden directories that are.
+/// Hidden directories that are read. All other hidden directories are left out.
 const HIDDEN: [&str; 2] = [".ci", ".cargo"];
 
 /// A file of the repository: its path from the root, with slashes, and its text.
@@ -17,7 +17,7 @@ pub(crate) struct SourceFile {
     pub(crate) text: String,
 }
 
-/// All files, in order.
+/// All files with the endings [`TEXT`], in the order of their paths. What cannot be read goes to `unread`.
 pub(crate) fn all(root: &Path, unread: &mut Vec<String>) -> Vec<SourceFile> {
     let mut files = Vec::new();
     collect(root, root, &mut files, unread);
@@ -34,7 +34,7 @@ fn collect(root: &Path, at: &Path, files: &mut Vec<SourceFile>, unread: &mut Vec
     for entry in entries.flatten() {
         let path: PathBuf = entry.path();
         let name = entry.file_name().to_string_lossy().into_owned();
-        // Of the entry itself: links are not followed.
+        // The type of the entry itself: symbolic links are not followed.
         let Ok(kind) = entry.file_type() else { continue };
         if kind.is_dir() {
             let hidden = name.starts_with('.') && !HIDDEN.contains(&name.as_str());
@@ -53,7 +53,7 @@ fn collect(root: &Path, at: &Path, files: &mut Vec<SourceFile>, unread: &mut Vec
     }
 }
 
-/// The syntax of every file in Rust.
+/// The syntax of every file in Rust, by path. Files that do not parse go to `unread`.
 pub(crate) fn syntax<'a>(files: &'a [SourceFile], unread: &mut Vec<String>) -> BTreeMap<&'a str, syn::File> {
     let mut syntax = BTreeMap::new();
     for file in files.iter().filter(is_rust) {

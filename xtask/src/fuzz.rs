@@ -19,7 +19,7 @@ pub(crate) fn all(root: &Path, limit: Duration) -> Ran {
     let left = || end.saturating_duration_since(Instant::now());
     let fuzz = |arguments: &[&str], echo| {
         let mut command = Command::new(runner::cargo());
-        // The sanitizers need unstable flags, which this compiler has too.
+        // The sanitizers need unstable compiler flags; with RUSTC_BOOTSTRAP the stable compiler accepts them.
         command.args(arguments).envs([("RUSTC_BOOTSTRAP", "1"), ("CARGO_BUILD_JOBS", "1")]);
         let limit = left();
         let end = runner::execute(command, root, limit, echo);
@@ -36,7 +36,7 @@ pub(crate) fn all(root: &Path, limit: Duration) -> Ran {
     }
     for target in targets(root) {
         let time = format!("-max_total_time={SECONDS}");
-        // Always the same seed: a search at random belongs to who has hours, not to the check of a change.
+        // Always the same seed: a random search needs hours, and a check of a change should give the same result each time.
         // A fuzzer writes thousands of lines; they matter only if it finds something.
         let (Ran(result, count, found), done) =
             fuzz(&["fuzz", "run", &target, "--", &time, "-timeout=60", "-seed=1"], false);
@@ -62,7 +62,7 @@ fn targets(root: &Path) -> Vec<String> {
     names
 }
 
-/// Targets, and the C++ compiler that libFuzzer is built with. cargo-fuzz itself is installed by the part.
+/// Why nothing can be fuzzed here: there are no targets, or no C++ compiler to build libFuzzer with. [`all`] installs cargo-fuzz itself.
 pub(crate) fn needs(root: &Path) -> Result<(), String> {
     if targets(root).is_empty() {
         return Err("no fuzz/fuzz_targets/*.rs".into());

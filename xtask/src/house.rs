@@ -1,4 +1,4 @@
-//! The house's own checks: what no compiler and no linter knows.
+//! The project's own checks (`cargo xtask house`): rules that no compiler and no linter checks.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -11,8 +11,8 @@ use crate::documents;
 use crate::files::{self, SourceFile, is_rust, syntax};
 use crate::modules::{Named, named};
 
-/// The floors of `engine/`: a module imports only from its own floor and from floors below it. What only tests use
-/// (`testing/`) is on none: it may know everything, and no build of a user's has it.
+/// The floors of `engine/`: a module imports only from its own floor and from floors below it. `testing/`, which only tests
+/// use, is on no floor: it may import from every module, and no user's build contains it.
 const FLOORS: [(&str, u32); 14] = [
     ("error", 0),
     ("commands", 0),
@@ -89,11 +89,11 @@ const UNSAFE: [(&str, &str); 48] = [
 
 /// No file is longer than this.
 const LONGEST_FILE: usize = 700;
-/// Where everything attaches: nobody changes what does not fit in the head at once. Files and functions are shorter there.
+/// The folders that all other code builds on. Their files and functions have stricter limits, so that a reader can understand one as a whole.
 const HEART: [&str; 4] = ["engine/exec/", "engine/link/", "engine/device/", "engine/comm/"];
 const LONGEST_FILE_OF_HEART: usize = 600;
 const LONGEST_FUNCTION_OF_HEART: usize = 80;
-/// A check: its name, and what it complains about.
+/// A check: its name, and its complaints. It passed if there are none.
 pub(crate) type Check = (&'static str, Vec<String>);
 
 /// Makes all checks.
@@ -121,10 +121,10 @@ pub(crate) fn all(root: &Path) -> Vec<Check> {
     ]
 }
 
-/// The module of the engine's root that a file belongs to; `None` if the file is no part of the engine.
+/// The top-level module of `engine/` that a file belongs to (or `device/carriers`); `None` if the file is not in `engine/`.
 fn module(path: &str) -> Option<&str> {
     let path = path.strip_prefix("engine/")?;
-    // Carriers of operations stand above the executor, whose trait they implement; the rest of what knows devices stands below it.
+    // Carriers of operations implement a trait of the executor, so they are above it; the rest of `device` is below it.
     let carriers = "device/carriers";
     if path.starts_with(carriers) {
         return Some(carriers);
@@ -238,7 +238,7 @@ impl Visit<'_> for Functions {
 }
 
 fn homes(files: &[SourceFile]) -> Vec<String> {
-    // Put together, so that this file does not complain about itself.
+    // Each is put together from two parts, so that the check does not find it in this file.
     let homes =
         [concat!("/ho", "me/"), concat!("/ro", "ot/"), concat!("/Us", "ers/"), concat!("C:", "\\Users\\")];
     let mut complaints = Vec::new();
@@ -252,7 +252,7 @@ fn homes(files: &[SourceFile]) -> Vec<String> {
     complaints
 }
 
-/// Whether the path stands there by itself, not as the middle of a longer one or of an address.
+/// Whether `home` begins a path in the line, and is not the middle of a longer path or of an address.
 fn absolute(line: &str, home: &str) -> bool {
     line.match_indices(home).any(|(at, _)| {
         let before = line[..at].chars().next_back();

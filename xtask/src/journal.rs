@@ -1,13 +1,13 @@
-//! What is kept of a command's output while it runs: the counts of its tests, and what a failure is understood by.
+//! What is kept of a command's output while it runs: the counts of its tests, and the lines that explain a failure.
 //!
-//! Whoever reads a long log sees its end first, so failures are printed there again. Kept are the names of the tests
-//! that failed, the lines before libtest's account of them (processes that tests start write there), and the account.
+//! A reader of a long log sees its end first, so failures are printed there again. For that the journal keeps the names of the
+//! failed tests, libtest's account of the failures, and the lines before the account (processes that tests start write there).
 
 use std::collections::VecDeque;
 
-/// Lines kept from before an account of failures, or before an end without one.
+/// Lines kept from before an account of failures, or from before the program's end if it gave no account.
 const BEFORE: usize = 120;
-/// Lines kept of one account: from its start, and up to its end.
+/// Lines kept of one account: the first ones, and the last ones.
 const FIRST: usize = 180;
 const LAST: usize = 60;
 /// Begins the line by which a test says how many cases it went through.
@@ -28,7 +28,7 @@ pub(crate) struct Counts {
 /// One program's failure.
 #[derive(Debug, Default)]
 struct Block {
-    /// What cargo said that it runs.
+    /// The program, as named in cargo's line `Running NAME`.
     program: String,
     before: Vec<String>,
     first: Vec<String>,
@@ -44,34 +44,34 @@ pub(crate) struct Journal {
     pub(crate) tested: bool,
     recent: VecDeque<String>,
     program: String,
-    /// Tests have been announced whose results have not come.
+    /// Whether a line `running N tests` has come whose `test result:` has not.
     running: bool,
-    /// In the account of failures, since this line said so.
+    /// `Some` inside libtest's account of failures, which begins with the line `failures:`.
     account: Option<Block>,
-    /// In the list of names at the account's end.
+    /// Whether the lines are the list of failed tests' names at the account's end.
     naming: bool,
     blocks: Vec<Block>,
     names: Vec<String>,
-    /// How long tests took, where their programs were asked to tell.
+    /// How long each test took, where libtest was asked to report it.
     pub(crate) times: Vec<Timed>,
     /// What tests said about the number of their cases.
     pub(crate) cases: Vec<String>,
     /// Why tests could not run here.
     pub(crate) skips: Vec<String>,
-    /// How many of those the running program has told of: its result counts them as passed.
+    /// How many skipped tests the running program has reported: libtest's result counts them as passed.
     skips_of_program: u64,
-    /// How many tests the running program said that it runs.
+    /// The number N in the running program's first line `running N tests`.
     tests_of_program: Option<u64>,
 }
 
-/// A test, with the program it is part of, and how long it took.
+/// A test's name (after its program's name), and how long it took.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Timed {
     pub(crate) test: String,
     pub(crate) seconds: f64,
 }
 
-/// What is to be said again about a part that failed.
+/// What is printed again at the end about a part that failed.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct Report {
     /// The tests that failed, each with its program.
@@ -108,7 +108,7 @@ impl Journal {
         }
         match &mut self.account {
             Some(block) if line == "failures:" => {
-                // The second time; names follow.
+                // libtest writes `failures:` a second time before the list of names.
                 self.naming = true;
                 block.push(line);
             }
@@ -134,8 +134,8 @@ impl Journal {
         }
         if let Some((found, left_out)) = result(line) {
             self.tested = true;
-            // Some tests start their own program anew for themselves alone. What that one says is a part of the test, and no test more. It is known by
-            // what it leaves out, and by its number of tests, as the core leaves some out, too.
+            // Some tests start their own program again, for a single test. The result that this child prints is not counted. A result is the child's if
+            // it filtered tests out and its number of tests is not the program's: the core filters tests out of programs, too, but then the numbers agree.
             let all = found.passed + found.failed + found.skipped;
             let is_ours = left_out == 0 || self.tests_of_program == Some(all);
             self.running = !is_ours;
@@ -150,7 +150,7 @@ impl Journal {
         }
     }
 
-    /// The running program has ended, and its results have not come.
+    /// Ends the running program. If its result has not come, that is kept as a failure.
     fn cut_short(&mut self) {
         if let Some(block) = self.account.take() {
             self.blocks.push(block);
@@ -164,12 +164,12 @@ impl Journal {
         self.skips_of_program = 0;
     }
 
-    /// The last line that starts so.
+    /// The last kept line that starts with `start`.
     pub(crate) fn last(&self, start: &str) -> Option<&str> {
         self.recent.iter().rev().map(String::as_str).find(|line| line.starts_with(start))
     }
 
-    /// For a part that failed, at its end.
+    /// What to print again about a part that failed, once it has ended.
     pub(crate) fn report(mut self) -> Report {
         self.cut_short();
         if self.blocks.is_empty() {
@@ -195,12 +195,12 @@ impl Block {
         }
     }
 
-    /// At most about `most` lines. The account comes before what led to it, and its start and end before its middle.
+    /// At most about `most` lines. If there are more, the lines before the account are dropped first, then the middle of the account.
     fn shown(self, most: usize) -> Vec<String> {
         let Block { program, before, mut first, mut last, mut left_out } = self;
         let over = (first.len() + last.len()).saturating_sub(most);
         if over > 0 {
-            // The end has the names and the count.
+            // The end lists the names of the failed tests and their number, so up to a third of the lines is kept for it.
             let end = last.len().min(most / 3);
             left_out += last.len() - end;
             last.drain(..last.len() - end);
@@ -238,15 +238,15 @@ fn program(line: &str) -> Option<&str> {
 }
 
 /// Reads `test faults::one ... ok <1.234s>`, as libtest writes with `--report-time`. What the test itself printed may stand
-/// in between.
+/// between `...` and `<`.
 fn timed(line: &str) -> Option<(&str, f64)> {
     let (name, rest) = line.strip_prefix("test ")?.split_once(" ... ")?;
     let (_, seconds) = rest.rsplit_once('<')?;
     Some((name, seconds.strip_suffix("s>")?.parse().ok()?))
 }
 
-/// Reads `test result: ok. 3 passed; 0 failed; 1 ignored; 0 measured; 0 filtered out; finished in 0.00s`. A process
-/// that shares the pipe may have left an unfinished line before it. Also how many tests were filtered out: none where we ran the program.
+/// Reads `test result: ok. 3 passed; 0 failed; 1 ignored; 0 measured; 0 filtered out; finished in 0.00s`: the counts, and how many tests
+/// were filtered out. A process that shares the pipe may have written an unfinished line in front of it.
 fn result(line: &str) -> Option<(Counts, u64)> {
     let (_, rest) = line.split_once("test result: ")?;
     let numbers = rest.strip_prefix("ok. ").or_else(|| rest.strip_prefix("FAILED. "))?;
@@ -289,7 +289,7 @@ mod tests {
         let journal = journal(lines.lines());
         assert_eq!(journal.counts, Counts { passed: 1, failed: 1, skipped: 0 });
         assert_eq!(journal.report().names, ["tests/cuda.rs: b"]);
-        // The same where tests are left out of the program, too.
+        // The same if tests are filtered out of the program itself, too.
         let lines = format!(
             "     Running tests/cuda.rs (x)\nrunning 2 tests\n{child}\ntest a ... ok\ntest b ... ok\n\
             test result: ok. 2 passed; 0 failed; 0 ignored; 0 measured; 3 filtered out"
@@ -316,7 +316,7 @@ mod tests {
         journal
     }
 
-    /// As cargo and libtest write it, both pipes in one.
+    /// What cargo and libtest write, with stdout and stderr in one pipe.
     const ONE_FAILED: &str = "\
      Running tests/laws/main.rs (target/debug/deps/laws-0123)
 

@@ -8,17 +8,17 @@ use std::process::{Command, Stdio};
 
 use crate::house::Check;
 
-/// What is fetched from the Python package index. This NVRTC writes PTX ISA 8.1, which every driver since CUDA 12.1
-/// takes; this ptxas knows all architectures of [`ARCHITECTURES`].
+/// The packages with NVRTC, ptxas and nvdisasm, fetched from the Python package index. This NVRTC writes PTX ISA 8.1, which every
+/// driver since CUDA 12.1 accepts; this ptxas knows all [`ARCHITECTURES`].
 const PACKAGES: [&str; 3] =
     ["nvidia-cuda-nvrtc-cu12==12.1.105", "nvidia-cuda-nvcc-cu12==12.8.93", "nvidia-cuda-nvdisasm==13.5.37"];
-/// What the PTX is assembled for.
+/// The architectures that the check assembles the PTX for.
 const ARCHITECTURES: [u32; 5] = [75, 80, 90, 100, 120];
-/// What machine code is committed for: a driver then has nothing to compile at the first launch, which takes seconds.
+/// The architectures that machine code is committed for: there the driver need not compile the PTX at the first launch, which takes seconds.
 const SHIPPED: [u32; 3] = [80, 90, 100];
-/// What is disassembled.
+/// The architecture whose machine code is disassembled.
 const DISASSEMBLED: u32 = 90;
-/// Kernels of these read and write vectors of 16 bytes.
+/// Kernels whose names start so must read and write vectors of 16 bytes.
 const VECTORISED: [&str; 4] = ["combine2_", "combinen_", "scale_", "copy_"];
 
 const NVRTC: &str = include_str!("nvrtc.py");
@@ -35,7 +35,7 @@ struct Tools {
 pub(crate) fn generate(root: &Path) -> Result<(), String> {
     let tools = tools(root)?;
     let to = committed(root);
-    // A module that is no more must not stay.
+    // The PTX of a module that no longer exists must not stay.
     for (name, _) in read_ptx(&to)? {
         fs::remove_file(to.join(&name)).map_err(|error| format!("{name}: {error}"))?;
     }
@@ -64,7 +64,7 @@ pub(crate) fn needs(root: &Path) -> Result<(), String> {
     tools(root).map(|_| ())
 }
 
-/// Compares what is committed with what the sources give, and assembles it.
+/// Compares the committed PTX and machine code with what the sources give, assembles the PTX, and disassembles the result.
 pub(crate) fn check(root: &Path) -> Vec<Check> {
     match tools(root) {
         Ok(tools) => vec![
@@ -96,14 +96,14 @@ fn work(root: &Path) -> PathBuf {
     root.join("target/cuda-kernels")
 }
 
-/// Fetches the tools, once.
+/// Finds the tools; fetches them if the folder for these versions is not there.
 fn tools(root: &Path) -> Result<Tools, String> {
     let versions: Vec<&str> = PACKAGES.iter().filter_map(|package| package.split("==").nth(1)).collect();
     let home = work(root).join(format!("tools-{}", versions.join("-")));
     let pip = python(&["-m", "pip", "--version"])?;
     if !home.is_dir() {
         run(pip, "python3 has no pip (`python3 -m pip --version`)")?;
-        // Named as it should be once all is there.
+        // Installed under another name, and renamed when complete: so a folder with the final name is complete.
         let partial = home.with_extension(format!("partial-{}", std::process::id()));
         let target = partial.to_string_lossy().into_owned();
         let mut install = vec!["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"];
@@ -138,7 +138,7 @@ fn python(arguments: &[&str]) -> Result<Command, String> {
     Ok(python)
 }
 
-/// The file of this name, somewhere below.
+/// The file with this name, somewhere below the folder `at`.
 fn find(at: &Path, name: &str) -> Result<PathBuf, String> {
     let mut folders = vec![at.to_path_buf()];
     while let Some(folder) = folders.pop() {
@@ -220,7 +220,7 @@ fn compare_machine_code(tools: &Tools, root: &Path) -> Result<Vec<String>, Strin
     Ok(complaints)
 }
 
-/// The cubin of a committed module, and what ptxas says. With `-v` ptxas says more, and writes other bytes than without.
+/// Assembles a committed module: the cubin, and what ptxas prints. With `-v` ptxas prints more, and writes a cubin with other bytes.
 fn cubin(
     tools: &Tools,
     root: &Path,
@@ -251,7 +251,7 @@ fn assemble(tools: &Tools, root: &Path) -> Result<Vec<String>, String> {
     Ok(complaints)
 }
 
-/// What is wrong in what `ptxas -v` says of so many kernels.
+/// Complaints from the output of `ptxas -v` about a module with this number of kernels.
 fn spills(said: &str, kernels: usize) -> Vec<String> {
     const NONE: &str = "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads";
     let mut of = "";
@@ -287,7 +287,7 @@ fn disassemble(tools: &Tools, root: &Path) -> Result<Vec<String>, String> {
     Ok(complaints)
 }
 
-/// Kernels that should read and write vectors, and do not.
+/// Kernels in the disassembly that should read and write vectors, and do not.
 fn narrow(code: &str) -> Vec<String> {
     let mut found: BTreeMap<&str, [bool; 2]> = BTreeMap::new();
     let mut of = "";

@@ -78,6 +78,9 @@ enum Command {
         /// Print what the link costs there, beside perftest and TCP
         #[arg(long)]
         bars: bool,
+        /// Try all kernels, ten thousand operations, a hundred kills, and two machines, the second of which is switched off
+        #[arg(long, conflicts_with = "bars")]
+        full: bool,
     },
     /// Format, clippy, docs, packages, then `test --full`
     Ci,
@@ -133,10 +136,10 @@ fn main() -> ExitCode {
             let wanted = pack::Wanted { out: root.join(out), nccl, without_python, for_rehearsal };
             return printed("cargo xtask gpu-pack", pack::make(&root, &wanted));
         }
-        Command::Rdma { bars: true } => {
+        Command::Rdma { bars: true, .. } => {
             return printed("cargo xtask rdma", rdma::bars(&root));
         }
-        Command::Rdma { bars: false } => vec![parts::rdma()],
+        Command::Rdma { bars: false, full } => vec![parts::rdma(full)],
         Command::Ci => parts::lints(&root).into_iter().chain(parts::tests(true)).collect(),
     };
     if parts.is_empty() {

@@ -1,4 +1,4 @@
-//! The modules of every crate of the repository, and which file names what of which other.
+//! Reads the modules of every crate of the repository: for each file, which items of which other files it names.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -10,32 +10,32 @@ use syn::{
 
 use crate::files::SourceFile;
 
-/// A file names something that another file defines. A module and the modules below it are not listed: they may know each
-/// other.
+/// A file names something that another file defines. A module and the modules below it may name each other's items, so these
+/// names are not listed.
 #[derive(Debug)]
 pub(crate) struct Named<'a> {
     pub(crate) from: &'a str,
     pub(crate) line: usize,
     pub(crate) name: String,
-    /// The file that defines it, not one that only hands it on.
+    /// The file that defines the item, not one that only re-exports it.
     pub(crate) to: &'a str,
     /// Only tests, fuzz targets or the documentation need it.
     pub(crate) for_tests: bool,
 }
 
-/// Folders and files with these names are for tests and fuzz targets, and so is what has one of these in its `cfg`.
+/// Folders and files with these names, and code with one of these words in its `cfg`, are only for tests, fuzz targets or documentation.
 const FOR_TESTS: [&str; 5] = ["test", "tests", "testing", "fuzzing", "doc"];
 
-/// A module, whether a file or a part of one.
+/// A module: a whole file, or an inline `mod a { }`.
 struct Module<'a> {
     file: &'a str,
     parent: Option<usize>,
     children: BTreeMap<String, Vec<usize>>,
     items: BTreeSet<String>,
-    /// What it calls a name, and the paths that it imports so: several where a `cfg` decides.
+    /// The names that `use` brings into the module, each with the path it stands for: several paths where a `cfg` decides.
     imports: BTreeMap<String, Vec<Vec<String>>>,
     globs: Vec<Vec<String>>,
-    /// Every path in its code, with the line and whether only tests have it.
+    /// Every path in the module's code, with its line and whether it is only for tests.
     paths: Vec<(Vec<String>, usize, bool)>,
 }
 
@@ -49,12 +49,12 @@ enum Meaning {
 /// Where the first name of a path stands.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Start {
-    /// In code: it may be the name of another crate, or of the language's.
+    /// In code: it may also be the name of another crate or of a built-in type.
     Code,
-    /// In an import: the same, and it is not looked for in what other imports have by `*`.
+    /// In an import: as in code, but it is not looked for among the names that other imports bring in by `*`.
     Import,
-    /// After `crate`, `self`, `super` or the name of a module. A name that nobody declares is something of that module, made
-    /// by a macro for example.
+    /// After `crate`, `self`, `super` or the name of a module. A name that is not declared there counts as an item of that module: a
+    /// macro may define it.
     Within,
 }
 
@@ -67,7 +67,7 @@ pub(crate) fn named<'a>(files: &'a [SourceFile], syntax: &'a BTreeMap<&str, syn:
     reader.named()
 }
 
-/// The files that crates begin with.
+/// The root files of crates that may exist: `src/lib.rs`, `src/main.rs`, and each `path` in a manifest.
 fn roots(files: &[SourceFile]) -> BTreeSet<String> {
     let mut roots = BTreeSet::new();
     for file in files {
@@ -82,7 +82,7 @@ fn roots(files: &[SourceFile]) -> BTreeSet<String> {
 struct Reader<'a> {
     files: &'a BTreeMap<&'a str, syn::File>,
     modules: Vec<Module<'a>>,
-    /// The module that is read.
+    /// The module that is read now.
     at: usize,
     for_tests: bool,
 }
@@ -114,7 +114,7 @@ impl<'a> Reader<'a> {
         module
     }
 
-    /// Where the file of a module may be that is declared here. It has two where a feature decides.
+    /// The paths at which the file of a module declared here may be. A module has two files where a `cfg_attr` gives one of them a path.
     fn places(&self, declared: &ItemMod) -> Vec<String> {
         let Module { file, parent, .. } = &self.modules[self.at];
         let folder = file.rsplit_once('/').map_or("", |(folder, _)| folder);
@@ -157,10 +157,10 @@ impl<'a> Reader<'a> {
         self.modules[self.at].paths.push((path, line, for_tests));
     }
 
-    /// What a path means that stands in a module: nothing if it is of another crate.
+    /// What a path in the module `at` leads to: nothing if it leads to another crate.
     fn meanings(&self, at: usize, path: &[String], start: Start, depth: usize) -> BTreeSet<Meaning> {
         let Some((first, rest)) = path.split_first() else { return BTreeSet::from([Meaning::Module(at)]) };
-        // No path takes that many turns, unless imports lead back to themselves.
+        // No path needs so many steps, unless imports refer to each other in a loop.
         if depth == 0 {
             return BTreeSet::new();
         }
@@ -201,7 +201,7 @@ impl<'a> Reader<'a> {
         found
     }
 
-    /// The modules above one, the crate's root last.
+    /// The ancestors of a module, the crate's root last.
     fn above(&self, module: usize) -> impl Iterator<Item = usize> + '_ {
         std::iter::successors(self.modules[module].parent, |above| self.modules[*above].parent)
     }
@@ -211,7 +211,7 @@ impl<'a> Reader<'a> {
         for (here, module) in self.modules.iter().enumerate() {
             for (path, line, for_tests) in &module.paths {
                 for meaning in self.meanings(here, path, Start::Code, 12) {
-                    // A module that is imported counts by what is named through it.
+                    // Naming a module alone does not count: the items that are named through it do.
                     let Meaning::Item(there) = meaning else { continue };
                     let (from, to) = (module.file, self.modules[there].file);
                     let is_above =
@@ -227,7 +227,7 @@ impl<'a> Reader<'a> {
     }
 }
 
-/// The path in `path = "a.rs"`, be it in a `cfg_attr` or not.
+/// The path in `#[path = "a.rs"]`, also inside a `cfg_attr`.
 fn path_of(attribute: &Attribute) -> Option<String> {
     match &attribute.meta {
         Meta::NameValue(MetaNameValue {
@@ -243,7 +243,7 @@ fn path_of(attribute: &Attribute) -> Option<String> {
     }
 }
 
-/// Names with `::` between them; those of one name, and empty ones, are left to whoever asked.
+/// Appends the paths in these tokens: names with `::` between them. Also appends paths of one name and empty ones, which the caller filters out.
 fn paths_in(tokens: TokenStream, paths: &mut Vec<(Vec<String>, usize)>) {
     let mut colons = 0;
     for token in tokens {
@@ -261,7 +261,7 @@ fn paths_in(tokens: TokenStream, paths: &mut Vec<(Vec<String>, usize)>) {
                 paths_in(group.stream(), paths);
                 paths.push(Default::default());
             }
-            // What comes next continues no path.
+            // Any other token ends the path: the empty one keeps the next name from continuing it.
             _ => paths.push(Default::default()),
         }
         colons = 0;
@@ -276,7 +276,7 @@ pub(crate) fn is_for_tests(attribute: &Attribute) -> bool {
     list.path.is_ident("cfg") && has(&FOR_TESTS) && !has(&["not"])
 }
 
-/// Visits what can have a `cfg`: the visitor comes by the attributes first, and what they say ends with what they are on.
+/// Visits nodes that can have a `cfg`. The visitor sees a node's attributes first, and these set `for_tests`; after the node it is reset.
 macro_rules! with_attributes {
     ($($visit:ident: $node:ident),*) => {$(
         fn $visit(&mut self, node: &'a syn::$node) {
@@ -339,7 +339,7 @@ impl<'a> Visit<'a> for Reader<'a> {
         visit::visit_path(self, path);
     }
 
-    /// What a macro is given, or made of.
+    /// The input of a macro call, or the body of a macro's definition.
     fn visit_token_stream(&mut self, tokens: &'a TokenStream) {
         let mut paths = Vec::new();
         paths_in(tokens.clone(), &mut paths);
@@ -350,6 +350,6 @@ impl<'a> Visit<'a> for Reader<'a> {
         self.for_tests |= is_for_tests(attribute);
     }
 
-    /// `pub(in crate::exec)` names nothing that it needs.
+    /// Skipped: `pub(in crate::exec)` needs nothing of the module that it names.
     fn visit_visibility(&mut self, _: &'a Visibility) {}
 }

@@ -1,4 +1,4 @@
-"""Compiles kernels.cu with NVRTC, once for each module it names: nvrtc.py LIBNVRTC FOLDER_OF_SOURCES FOLDER_FOR_PTX"""
+"""Compiles kernels.cu with NVRTC, once for each module that it names. Usage: nvrtc.py LIBNVRTC FOLDER_OF_SOURCES FOLDER_FOR_PTX"""
 
 import ctypes
 import re
@@ -8,7 +8,7 @@ from pathlib import Path
 OPTIONS = [
     "--gpu-architecture=compute_70",
     "--std=c++17",
-    # One rounding for each operation, and subnormals kept: the same bits as on the CPU.
+    # Each operation rounds once, and subnormals are kept, so that results have the same bits as on the CPU.
     "-fmad=false",
     "-ftz=false",
     "-prec-div=true",
@@ -16,7 +16,7 @@ OPTIONS = [
 
 
 def main(library, sources, out):
-    # NVRTC looks for it by name only.
+    # Loaded here first: NVRTC opens its builtins library by name alone, without a folder.
     for builtins in Path(library).parent.glob("libnvrtc-builtins.so*"):
         ctypes.CDLL(str(builtins), mode=ctypes.RTLD_GLOBAL)
     nvrtc = ctypes.CDLL(library)
@@ -63,7 +63,7 @@ def compile(nvrtc, text, headers, define):
 
 
 def plain(ptx):
-    """Without comments, constants of NVRTC's own that no kernel names, and white space that means nothing: 7 % of it."""
+    """Removes comments, NVRTC's own constants, which no kernel uses, and needless white space: together 7 % of the text."""
     lines = (re.sub(r"\s+", " ", line.split("//")[0]).strip() for line in ptx.splitlines())
     lines = [line for line in lines if line]
     for name in re.findall(r"(?m)^\.global (?:\.\w+ (?:\d+ )?)+([\w$]+)", "\n".join(lines)):

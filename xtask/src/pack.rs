@@ -1,5 +1,5 @@
-//! `cargo xtask gpu-pack`: one archive with all that runs on a machine that has a GPU's driver and glibc, and no more; and the one
-//! command that runs it there.
+//! `cargo xtask gpu-pack`: makes one archive with everything to test and measure on a GPU, for a machine that has only the GPU's driver
+//! and glibc; and prints the one command that runs it there.
 
 mod elf;
 mod prove;
@@ -15,25 +15,25 @@ use crate::runner;
 
 pub(crate) use prove::{needs_device, prove, run};
 
-/// Bytes of the archive and of the working tree together: both travel to a machine that is lent, which takes 64 MiB.
+/// At most this many bytes for the archive and the working tree together: both are sent to a lent machine, which accepts 64 MiB.
 const MOST: u64 = 60 << 20;
-/// Characters of the command: such a machine takes 2,000.
+/// The command must have fewer characters: such a machine accepts 2,000.
 const LONGEST_COMMAND: usize = 2000;
-/// Where the archive goes, if nobody says.
+/// The default folder for the archive.
 pub(crate) const FOLDER: &str = ".gpu-pack";
-/// What the archive holds, beside it.
+/// The name of the list of the archive's files, which is written beside the archive.
 const CONTENTS: &str = "CONTENTS";
 const README: &str = include_str!("../../docs/gpu-pack.md");
 const ARRAYS: &str = include_str!("../../tests/gpu-pack/python/arrays.py");
-/// What is built of these packages.
+/// Options of `cargo build`: the packages (`PACKED`), and the programs that go into the pack (`TARGETS`).
 const PACKED: &str = "--package allstream --package allstream-cli --all-features";
 const TARGETS: &str = "--bin allstream --test gpu --example 12_gpu --example 13_gpu_overlap";
 const BUILD_RUNNER: &str = "build --package gpu-pack";
-/// As pip builds the wheel: where that was built before, little is left.
+/// As pip builds the wheel: where pip has built it before, cargo has little left to do.
 const BUILD_PYTHON: &str = "build --release --locked --manifest-path ffi/python/Cargo.toml";
-/// So that PyO3 leaves the interpreter's functions to the interpreter that loads the module, and asks for no libpython; maturin sets it, too.
+/// Tells PyO3 not to link libpython: the interpreter that loads the module provides its functions. maturin sets this variable, too.
 const FOR_ANY_PYTHON: (&str, &str) = ("PYO3_BUILD_EXTENSION_MODULE", "1");
-/// What of it goes where. With NCCL, of which there is a pack of its own, only what has no folder but `bin` and the root.
+/// Each built program, and its place in the pack. The pack with NCCL leaves out `examples/`.
 const PROGRAMS: [(&str, &str); 5] = [
     ("gpu-pack", "run"),
     ("allstream", "bin/allstream"),
@@ -42,16 +42,16 @@ const PROGRAMS: [(&str, &str); 5] = [
     ("13_gpu_overlap", "examples/13_gpu_overlap"),
 ];
 
-/// What is asked of a pack.
+/// Which pack to make.
 #[derive(Debug)]
 pub(crate) struct Wanted {
     /// The folder for the archive.
     pub(crate) out: PathBuf,
-    /// NCCL's library: then the pack is the one that brings NCCL along.
+    /// If given, makes the pack that contains NCCL: the path of its library.
     pub(crate) nccl: Option<PathBuf>,
-    /// Not the Python package.
+    /// Leaves the Python package out.
     pub(crate) without_python: bool,
-    /// As tests are built, and not as a release: nothing that it measures counts.
+    /// Builds with the profile of tests instead of release, so nothing that this pack measures counts.
     pub(crate) for_rehearsal: bool,
 }
 
@@ -65,7 +65,7 @@ impl Wanted {
     }
 }
 
-/// What runs the pack where it has been carried to; `archive` is its path there.
+/// The shell command that unpacks and runs the pack on the other machine; `archive` is the archive's path there.
 pub(crate) fn command(archive: &Path) -> String {
     let archive = archive.display();
     format!(
@@ -74,14 +74,14 @@ pub(crate) fn command(archive: &Path) -> String {
     )
 }
 
-/// Makes the pack. What there is to say of it: its contents, sizes and the command.
+/// Makes the pack. Returns the text to print: its contents, its sizes and the command.
 pub(crate) fn make(root: &Path, wanted: &Wanted) -> Result<String, String> {
     let tree = root.join("target/gpu-pack").join(wanted.name());
     let tell = |path: &Path, error: std::io::Error| format!("{}: {error}", path.display());
     if tree.exists() {
         fs::remove_dir_all(&tree).map_err(|error| tell(&tree, error))?;
     }
-    // A rehearsal takes what the integration tests have built: so it names all packages that were built with them, as features are those that any asks for.
+    // A rehearsal reuses what the integration tests have built. So it names the same packages: cargo enables the features that any named package asks for.
     let (packages, profile) = match wanted.for_rehearsal {
         true => (format!("{PACKAGES} {TOOLS}"), ""),
         false => (PACKED.to_owned(), " --release"),
@@ -131,7 +131,7 @@ pub(crate) fn make(root: &Path, wanted: &Wanted) -> Result<String, String> {
     ))
 }
 
-/// What is wrong with the sizes.
+/// Complaints about sizes: bytes of the archive and of the working tree, and characters of the command.
 fn too_much(packed: u64, tree: Option<u64>, command: usize) -> Vec<String> {
     let mut complaints = Vec::new();
     if packed + tree.unwrap_or(0) > MOST {
@@ -148,7 +148,7 @@ fn too_much(packed: u64, tree: Option<u64>, command: usize) -> Vec<String> {
     complaints
 }
 
-/// Bytes of the working tree as it travels: of all files that git tracks, or would. `None`: git does not say.
+/// Bytes of the files of the working tree that are sent: those that git tracks, and untracked ones that it does not ignore. `None`: git failed.
 fn working_tree(root: &Path) -> Option<u64> {
     let mut git = Command::new("git");
     git.args(["ls-files", "-z", "--cached", "--others", "--exclude-standard"])
@@ -181,7 +181,7 @@ fn contents(tree: &Path) -> Result<String, String> {
     Ok(lines.collect::<String>() + &format!("{total:>10}  bytes, before they are packed\n"))
 }
 
-/// The package as pip would install it, for every Python from 3.10 on; what it needs that a machine may not have.
+/// Writes the package as pip would install it, for every Python from 3.10 on. Returns complaints: what it needs that a machine may not have.
 fn python_package(root: &Path, folder: &Path) -> Result<Vec<String>, String> {
     let built = build(root, BUILD_PYTHON)?;
     let package = folder.join("allstream");
@@ -199,7 +199,7 @@ fn executable<'a>(built: &'a [(String, PathBuf)], name: &str) -> Result<&'a Path
     found.map(|(_, file)| file.as_path()).ok_or_else(|| format!("cargo tells of no executable {name}"))
 }
 
-/// Builds, and says where each executable and each shared library is: by the names of their targets.
+/// Runs cargo with these arguments. Returns the executables and shared libraries that it built: the name of the target, and the file.
 fn build(root: &Path, arguments: &str) -> Result<Vec<(String, PathBuf)>, String> {
     let mut cargo = Command::new(runner::cargo());
     cargo.args(arguments.split_whitespace()).args(["--message-format", "json-render-diagnostics"]);
@@ -227,13 +227,13 @@ fn build(root: &Path, arguments: &str) -> Result<Vec<(String, PathBuf)>, String>
     }
 }
 
-/// Writes a file in a folder that need not be there.
+/// Writes a file, and makes its folder first if it does not exist.
 fn put(to: &Path, write: impl FnOnce(&Path) -> std::io::Result<()>) -> std::io::Result<()> {
     to.parent().map_or(Ok(()), fs::create_dir_all)?;
     write(to)
 }
 
-/// A copy without what debuggers need of lines and types. The names of functions stay: what hangs is known by them.
+/// Copies a program without its debug information. The names of functions stay, as the stacks of a step that hangs show them.
 fn strip(from: &Path, to: &Path) -> Result<(), String> {
     put(to, |_| Ok(())).map_err(|error| format!("{}: {error}", to.display()))?;
     let tool = std::env::var_os("STRIP").unwrap_or_else(|| "strip".into());

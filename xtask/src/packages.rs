@@ -1,4 +1,4 @@
-//! Packages of the system's, installed where that is possible.
+//! Installs packages of the operating system, where that is possible.
 
 use std::path::Path;
 use std::process::Command;
@@ -8,7 +8,7 @@ use crate::journal::{Counts, Report};
 use crate::part::Ran;
 use crate::runner::{execute, say};
 
-/// What tests use where it is there: a server of ssh between network namespaces, and other launchers.
+/// Programs that some tests use if they are installed, and the packages that have them: an ssh server, and other launchers of ranks.
 const FOR_TESTS: [(&str, &str); 4] = [
     ("sshd", "openssh-server"),
     ("mpirun.openmpi", "openmpi-bin"),
@@ -16,7 +16,7 @@ const FOR_TESTS: [(&str, &str); 4] = [
     ("slurmctld", "slurm-wlm"),
 ];
 
-/// Installs packages with apt-get, as root. `run` runs one command, and says what was wrong with it.
+/// Installs packages with apt-get, if this process is root. `run` runs one command, and returns what went wrong.
 pub(crate) fn install(
     packages: &[&str],
     mut run: impl FnMut(Command) -> Result<(), String>,
@@ -35,7 +35,7 @@ pub(crate) fn install(
     }
     let install: Vec<_> =
         ["install", "-y", "--no-install-recommends"].iter().chain(packages).copied().collect();
-    // Its lists may be old, or not there.
+    // apt-get's lists of packages may be old or missing: then they are fetched, and the installation is tried again.
     apt(&install)
         .or_else(|_| apt(&["update"]).and_then(|()| apt(&install)))
         .map_err(|error| format!("{what} cannot be installed: {error}"))
@@ -47,7 +47,7 @@ fn is_there(program: &str) -> bool {
     folders.any(|folder| folder.join(program).is_file())
 }
 
-/// What tests use, as a part of them. What cannot be installed fails nothing: the tests that want it say that they are skipped.
+/// A part that installs the packages of [`FOR_TESTS`] that are missing. A package that cannot be installed fails nothing: the tests that need it are skipped.
 pub(crate) fn for_tests(root: &Path, limit: Duration) -> Ran {
     let missing: Vec<&str> =
         FOR_TESTS.iter().filter(|(program, _)| !is_there(program)).map(|(_, package)| *package).collect();

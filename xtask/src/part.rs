@@ -1,4 +1,4 @@
-//! A part of what there is to run.
+//! A part of a run: what it does, when it runs, and what it needs.
 
 use std::path::Path;
 use std::time::Duration;
@@ -6,37 +6,37 @@ use std::time::Duration;
 use crate::house::Check;
 use crate::journal::{Counts, Report};
 
-/// What is built and tested together, so that what they have in common is compiled once, with the features that all of them ask for.
+/// The packages that are built and tested in one cargo command, so that common dependencies are compiled once, with the features that any of them asks for.
 pub(crate) const PACKAGES: &str = "--package allstream --package allstream-plan --package allstream-kernels \
      --package allstream-cuda-kernels --package allstream-sys --package allstream-cli --all-features";
-/// What the full run builds with them: what tests are made of.
+/// The packages that the full run builds with [`PACKAGES`]: what takes the place of drivers and libraries in tests, and the loom tests.
 pub(crate) const TOOLS: &str =
     "--package cuda-driver-for-tests --package nccl-for-tests --package verbs-for-tests --package loom-tests";
 
-/// Members of the workspace that are for its own tests: nobody reads their documentation, and they are not published.
+/// Options that leave out the workspace members that only serve its own tests: these are not published, and need no documentation.
 pub(crate) const OURS_ALONE: &str = "--exclude xtask --exclude loom-tests --exclude cuda-driver-for-tests \
      --exclude nccl-for-tests --exclude verbs-for-tests --exclude test-support --exclude test-oracle --exclude gpu-pack";
 
-/// Something to run, and what it needs.
+/// Something to run, with its conditions.
 pub(crate) struct Part {
     pub(crate) name: String,
     pub(crate) work: Work,
     pub(crate) when: When,
-    /// It runs at the same time as the part before it, in the time of the processors that the other leaves unused.
+    /// Whether it runs at the same time as the part before it, and only uses the processor time that this other part leaves.
     pub(crate) beside: bool,
     /// Why it cannot run here, if it cannot.
     pub(crate) needs: fn(&Path) -> Result<(), String>,
-    /// Past this it is killed, and has failed.
+    /// A command that runs longer is killed, and the part has failed. [`Work::Checks`] have no limit.
     pub(crate) limit: Duration,
 }
 
-/// Of which runs a part is.
+/// Which runs a part belongs to.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum When {
     Always,
-    /// Of `test`. `test --full` and `ci` have a part that does the same and more.
+    /// Only `test`. `test --full` and `ci` have another part, which does the same and more.
     Core,
-    /// Of `test --full` and `ci`.
+    /// Only `test --full` and `ci`.
     Full,
 }
 
@@ -46,13 +46,13 @@ pub(crate) enum Work {
     Cargo(Vec<String>, Vec<(&'static str, String)>),
     /// Runs checks in this process.
     Checks(fn(&Path) -> Vec<Check>),
-    /// Is not there yet, for this reason.
+    /// Runs nothing: the part counts as skipped, for this reason.
     NotYet(&'static str),
     /// Runs commands in turn, within the limit.
     Steps(fn(&Path, Duration) -> Ran),
 }
 
-/// How a part ended: in words, in numbers, and what is to be said again if it failed.
+/// How a part ended: in words, in numbers, and what is printed again at the end if it failed.
 pub(crate) struct Ran(pub(crate) String, pub(crate) Counts, pub(crate) Report);
 
 impl Ran {

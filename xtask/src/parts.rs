@@ -136,9 +136,10 @@ pub(crate) fn house() -> Part {
     Part { work: Work::Checks(house::all), ..cargo("house", "") }
 }
 
-/// RDMA devices that no card makes.
-pub(crate) fn rdma() -> Part {
-    Part { work: Work::Checks(rdma::check), ..cargo("RDMA", "") }.needs(rdma::needs)
+/// RDMA over devices of the kernel's that need no card. `is_full`: on more kernels, and what takes long.
+pub(crate) fn rdma(is_full: bool) -> Part {
+    let check = if is_full { rdma::check_all } else { rdma::check };
+    Part { work: Work::Checks(check), ..cargo("RDMA", "") }.needs(rdma::needs)
 }
 
 /// The PTX of the CUDA kernels against their sources. Missing tools fail it.
@@ -213,7 +214,7 @@ fn all(is_full: bool) -> Vec<Part> {
             "`cargo xtask test --full` has them",
         )
         .core(),
-        rdma().full(),
+        rdma(false).full(),
     ]
 }
 

@@ -1,4 +1,4 @@
-//! What would be published, checked from the packed files alone: whatever was left out of a package is missed here.
+//! Checks the packages that would be published, from their packed files alone: so a file that a package lacks is noticed.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -8,9 +8,9 @@ use std::time::{Duration, Instant};
 use crate::part::{OURS_ALONE, Ran};
 use crate::runner;
 
-/// Packs the packages, unpacks them as a workspace of its own below `target/`, and lets cargo check that. (`cargo package` itself builds each
-/// package, and what it depends on once more, which takes minutes.) What clippy has checked of others' crates before is not checked again,
-/// as the workspace has this one's lock file, profiles and target directory.
+/// Packs the packages, unpacks them as a workspace of their own below `target/`, and runs `cargo check` on it. (The verification by `cargo package`
+/// itself would build each package and its dependencies once more, which takes minutes.) The new workspace has the repository's lock file,
+/// profiles and target directory, so dependencies that clippy has checked before are not checked again.
 pub(crate) fn check(root: &Path, limit: Duration) -> Ran {
     let end = Instant::now() + limit;
     let run = |command: Command| {
@@ -29,7 +29,7 @@ pub(crate) fn check(root: &Path, limit: Duration) -> Ran {
     {
         return failed(format!("{}: {error}", folder.display()));
     }
-    // `--allow-dirty`: this is about the packages, not about what has been committed.
+    // `--allow-dirty`: uncommitted changes are checked, too.
     let pack = format!(
         "package --workspace {OURS_ALONE} --allow-dirty --no-metadata --no-verify --target-dir target/packages"
     );
@@ -48,7 +48,7 @@ pub(crate) fn check(root: &Path, limit: Duration) -> Ran {
     run(cargo("check --workspace --target-dir target --manifest-path target/packages/unpacked/Cargo.toml"))
 }
 
-/// Unpacks what cargo has packed. The names of the folders, which are those of the packages with their versions.
+/// Unpacks what cargo has packed. Returns the names of the unpacked folders: each is a package's name and version.
 fn unpack(packed: &Path, to: &Path) -> Result<Vec<String>, String> {
     let tell = |path: &Path, error: std::io::Error| format!("{}: {error}", path.display());
     fs::create_dir_all(to).map_err(|error| tell(to, error))?;
@@ -57,7 +57,7 @@ fn unpack(packed: &Path, to: &Path) -> Result<Vec<String>, String> {
         files.filter(|path| path.extension().is_some_and(|end| end == "crate")).collect();
     crates.sort();
     for file in &crates {
-        // Modified now: cargo packs files as of long ago, and would take them for those that it has checked before.
+        // `-m` sets the files' time of change to now: cargo packs them with a time long ago, and would take them for files that it has checked before.
         let status = Command::new("tar").arg("-xzmf").arg(file).arg("-C").arg(to).status();
         match status {
             Ok(status) if status.success() => {}
@@ -68,7 +68,7 @@ fn unpack(packed: &Path, to: &Path) -> Result<Vec<String>, String> {
     Ok(crates.iter().filter_map(|file| Some(file.file_stem()?.to_str()?.to_owned())).collect())
 }
 
-/// Makes a workspace of the unpacked packages, each of which takes the others from here and not from the registry.
+/// Makes a workspace of the unpacked packages, in which they depend on each other and not on those of the registry.
 fn workspace(root: &Path, folder: &Path, names: &[String]) -> std::io::Result<()> {
     let manifest = fs::read_to_string(root.join("Cargo.toml"))?;
     let profiles = manifest.split("\n[").filter(|table| table.starts_with("profile.dev"));

@@ -1,4 +1,4 @@
-//! The Python package: built, and its tests run, in a virtual environment of its own below `target/`.
+//! Builds the Python package and runs its tests, in a virtual environment of its own below `target/`.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -11,17 +11,18 @@ use crate::journal::{Counts, Report};
 use crate::part::Ran;
 use crate::runner;
 
-/// What the tests need that are part of every run.
+/// The packages that all tests need.
 const BASE: [&str; 4] = ["numpy", "ml_dtypes", "pytest>=8", "pytest-timeout>=2"];
-/// What the others need. A torch for CUDA is what PyPI has; it runs without a GPU.
+/// The packages that some tests need. Without torch or Ray the tests in the folder of this name are left out; the test of spaCy, in `ray/`, skips
+/// itself. PyPI's torch is built for CUDA, but also runs without a GPU.
 const LIBRARIES: [(&str, &str); 3] =
     [("torch", "torch==2.15.*"), ("ray", "ray[default,train]==2.60.*"), ("spacy", "spacy==3.8.*")];
-/// How long pip may take for all of one library.
+/// How long one `pip install` of these packages may take.
 const DOWNLOAD: Duration = Duration::from_secs(12 * 60);
 
-/// Versions of Python, the first that is there and can make environments is taken.
+/// The names of Python to try: the first that exists and can make virtual environments is taken.
 const PYTHONS: [&str; 6] = ["python3", "python3.14", "python3.13", "python3.12", "python3.11", "python3.10"];
-/// Whether it is new enough and has what makes environments.
+/// A Python program that succeeds if this Python is new enough and can make virtual environments.
 const CHECK: &str = "import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))";
 
 fn python() -> Option<&'static str> {
@@ -40,11 +41,11 @@ pub(crate) fn needs(_: &Path) -> Result<(), String> {
 struct Work<'a> {
     root: &'a Path,
     end: Instant,
-    /// The environment.
+    /// The folder of the virtual environment.
     home: PathBuf,
 }
 
-/// Why a step did not succeed: in words, and what it has printed.
+/// Why a step failed: in words, and the last lines that it printed.
 struct Stopped(String, Vec<String>);
 
 impl Work<'_> {
@@ -71,7 +72,8 @@ impl Work<'_> {
 
     /// Makes the environment, if it is not there.
     fn make(&self) -> Result<(), Stopped> {
-        if self.program("python").exists() {
+        // pip comes last: where it is missing, making the environment was interrupted.
+        if self.program("pip").exists() {
             return Ok(());
         }
         let mut make = Command::new(python().unwrap_or("python3"));
@@ -91,7 +93,7 @@ impl Work<'_> {
         self.install(&BASE, DOWNLOAD)
     }
 
-    /// Runs tests, and counts them by the file that they leave.
+    /// Runs pytest, and counts the tests by the file of results that `conftest.py` writes.
     fn tests(&self, arguments: &[&str]) -> Ran {
         let devices = match devices(self) {
             Ok(devices) => devices,
@@ -112,7 +114,7 @@ impl Work<'_> {
     }
 }
 
-/// What tests told, and what their command came to.
+/// Counts from the tests' file of results, and from how pytest ended (`stopped`: it failed).
 fn counted(results: Option<&Value>, stopped: Option<Stopped>) -> Ran {
     let texts = |name: &str| -> Vec<String> {
         let all = results.and_then(|results| results[name].as_array()).into_iter().flatten();
@@ -138,20 +140,20 @@ fn failed(Stopped(why, lines): Stopped) -> Ran {
     Ran::failed(why, lines)
 }
 
-/// Makes the environment of [`all`] and fetches what its tests need, while something else keeps the processors busy.
+/// Makes the environment of [`all`] and downloads the packages that its tests need, beside a part that keeps the processors busy.
 pub(crate) fn fetch_all(root: &Path, limit: Duration) -> Ran {
     let work = Work::new(root, limit);
     let each = || LIBRARIES.iter().try_for_each(|(_, package)| work.install(&[package], DOWNLOAD));
     match work.make_with_base().and_then(|()| each()) {
         Ok(()) => Ran("passed".into(), Counts { passed: 1, ..Counts::default() }, Report::default()),
-        // The tests ask for it again, and say what is left out for the want of it.
+        // `all` tries to install them again, and says which tests are left out if that fails, too.
         Err(Stopped(why, _)) => runner::skipped(&why),
     }
 }
 
-/// Builds the CUDA driver and the NCCL for tests; what the tests are told of where they are.
+/// Builds the CUDA driver and the NCCL for tests. Returns the variables that tell the tests where they are.
 fn devices(work: &Work<'_>) -> Result<[(&'static str, PathBuf); 2], Stopped> {
-    // One by one, as the tests of Rust build them (`tests/support/cuda.rs`): together they would be built anew, with each other's features.
+    // One by one, as the Rust tests build them (`tests/support/cuda.rs`): in one command each would get the other's features, and be built again.
     for package in ["cuda-driver-for-tests", "nccl-for-tests"] {
         let mut build = Command::new(runner::cargo());
         build.args(["build", "--locked", "--package", package]);
@@ -161,7 +163,7 @@ fn devices(work: &Work<'_>) -> Result<[(&'static str, PathBuf); 2], Stopped> {
     Ok([("ALLSTREAM_TEST_CUDA", built("libcuda.so")), ("ALLSTREAM_TEST_NCCL", built("libnccl.so"))])
 }
 
-/// Copies the Python files of a folder, and of those in it.
+/// Copies the Python files of a folder and of the folders below it.
 pub(crate) fn copy(from: &Path, to: &Path) -> std::io::Result<()> {
     fs::create_dir_all(to)?;
     for entry in from.read_dir()? {
@@ -176,7 +178,7 @@ pub(crate) fn copy(from: &Path, to: &Path) -> std::io::Result<()> {
     Ok(())
 }
 
-/// All of it: the wheel as users build it, with torch and Ray as pip has them.
+/// Runs all tests: on the wheel as users build it, with torch, Ray and spaCy from pip.
 pub(crate) fn all(root: &Path, limit: Duration) -> Ran {
     let work = Work::new(root, limit);
     if let Err(Stopped(why, _)) = work.make_with_base() {

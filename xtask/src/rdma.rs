@@ -1,41 +1,31 @@
-//! `cargo xtask rdma`: what finds RDMA devices, and the link over them, tried on a real kernel's. A virtual machine has Soft-RoCE (`rdma_rxe`), which needs no card.
+//! `cargo xtask rdma`: runs what finds RDMA devices, and the link over them, on the Soft-RoCE (`rdma_rxe`) of a Linux kernel, which needs no card.
 //!
-//! The kernel is one of Debian's, fetched once. The machine's root is this host's, so that it runs the programs that were built here with the
-//! libraries that are installed here. Where the processor cannot run it, it is emulated: it shows what is right, and not how fast.
+//! The kernel is one of Debian's, fetched once. It runs in a virtual machine whose root is this host's, so that the machine runs the programs
+//! that were built here with the libraries that are installed here. Where the processor cannot run a virtual machine, the machine is emulated:
+//! then it shows what is right, and not how fast it is.
 
-use std::collections::BTreeSet;
-use std::fs;
-use std::os::unix::fs::PermissionsExt;
+mod machine;
+
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
-use std::time::{Duration, Instant};
+use std::process::Command;
+use std::time::Duration;
 
 use crate::house::Check;
 use crate::packages::install;
 use crate::part::{PACKAGES, TOOLS};
 use crate::runner::{self, output, target};
+use machine::{KERNELS, Machine};
 
-/// The package that depends on the newest kernel of its kind, which has `rdma_rxe` as a module (`-cloud-` kernels do not).
-const KERNEL: &str = "linux-image-amd64";
-/// Loaded in this order. `rdma_rxe` asks for `crc32` by name when a device is made, and does not load it.
-const MODULES: [&str; 9] = [
-    "virtio_pci",
-    "9pnet_virtio",
-    "9p",
-    "dummy",
-    "veth",
-    "sch_netem",
-    "crc32_generic",
-    "ib_uverbs",
-    "rdma_rxe",
-];
-const INIT: &str = include_str!("rdma/init.sh");
 const DISCOVER: &str = include_str!("rdma/discover.sh");
-const LINK: &str = include_str!("rdma/link.sh");
+const LINK: &str = concat!(include_str!("rdma/signalled.sh"), include_str!("rdma/link.sh"));
 const HOSTS: &str = include_str!("rdma/hosts.sh");
+const LONG: &str = concat!(include_str!("rdma/signalled.sh"), include_str!("rdma/long.sh"));
+const MACHINES: &str = include_str!("rdma/machines.sh");
 const BARS: &str = include_str!("rdma/bars.sh");
 /// A machine that takes longer hangs. Where it is emulated it takes ten seconds to find devices, and two minutes for the link.
 const LIMIT: Duration = Duration::from_secs(480);
+/// The same for the script of many operations and a hundred kills, which takes some ten minutes.
+const LONG_LIMIT: Duration = Duration::from_secs(40 * 60);
 /// One that does nothing is off after some five seconds.
 const START: Duration = Duration::from_secs(120);
 
@@ -53,10 +43,6 @@ fn is_there(program: &str) -> bool {
     ["/usr/bin", "/usr/sbin", "/bin", "/sbin"].iter().any(|folder| Path::new(folder).join(program).is_file())
 }
 
-fn at(path: &Path) -> impl Fn(std::io::Error) -> String + '_ {
-    move |error| format!("{}: {error}", path.display())
-}
-
 /// Why it cannot run here, if it cannot. Installs what is missing, where it may, and starts the machine once.
 pub(crate) fn needs(root: &Path) -> Result<(), String> {
     if cfg!(not(all(target_arch = "x86_64", target_os = "linux"))) {
@@ -72,57 +58,109 @@ pub(crate) fn needs(root: &Path) -> Result<(), String> {
     if !wanted.is_empty() {
         install(&wanted, |mut command| output(&mut command).map(drop))?;
     }
-    let machine =
-        Machine::prepare(&folder(root)).map_err(|error| format!("its kernel is not to be had: {error}"))?;
+    let machine = Machine::prepare(&folder(root), KERNELS[0])
+        .map_err(|error| format!("its kernel is not to be had: {error}"))?;
     machine
         .run("true", START)
         .map(drop)
         .map_err(|error| format!("a virtual machine does not start here: {error}"))
 }
 
-/// Where the machine is kept.
+/// Where the machines are kept.
 fn folder(root: &Path) -> PathBuf {
     target(root).join("rdma")
 }
 
-/// All checks, on one machine that is started once.
+/// The checks of every full run, on one kernel.
 pub(crate) fn check(root: &Path) -> Vec<Check> {
-    let finds = "`allstream info` names what Soft-RoCE has";
-    let links =
-        "collectives between processes over Soft-RoCE, and what is said of a rank that is killed or stopped";
-    let hosts = "hosts find RDMA by themselves, and take TCP where no message gets through";
-    let check = |script: &str, judge: &dyn Fn(&[Case]) -> Vec<String>| match run(root, script) {
-        Ok(cases) => judge(&cases),
-        Err(error) => vec![error],
+    checks(root, &KERNELS[..1])
+}
+
+/// The same checks on all kernels, and those that take long.
+pub(crate) fn check_all(root: &Path) -> Vec<Check> {
+    let mut all = checks(root, &KERNELS);
+    let long = run(root, KERNELS[1], LONG, LONG_LIMIT);
+    all.push(("10,000 operations and 100 kills over Soft-RoCE", judged(long, &long_complaints)));
+    let machines = two_machines(root, KERNELS[1]);
+    all.push((
+        "ranks on two machines talk by RDMA, and tell of a machine that is switched off",
+        judged(machines, &|cases| missing(&ON_TWO_MACHINES, cases)),
+    ));
+    all
+}
+
+/// What the cases of a script, where it ran, do not have as they should.
+fn judged(ran: Result<Vec<Case>, String>, judge: &dyn Fn(&[Case]) -> Vec<String>) -> Vec<String> {
+    ran.map_or_else(|error| vec![error], |cases| judge(&cases))
+}
+
+fn checks(root: &Path, kernels: &[&str]) -> Vec<Check> {
+    let check = |script: &str, judge: &dyn Fn(&[Case]) -> Vec<String>| {
+        let on = |kernel: &&str| {
+            let complaints = judged(run(root, kernel, script, LIMIT), judge);
+            complaints.into_iter().map(|text| format!("{kernel}: {text}")).collect::<Vec<_>>()
+        };
+        kernels.iter().flat_map(on).collect::<Vec<_>>()
     };
     vec![
-        (finds, check(DISCOVER, &complaints)),
-        (links, check(LINK, &link_complaints)),
-        (hosts, check(HOSTS, &|cases| missing(&BETWEEN, cases))),
+        ("`allstream info` names what Soft-RoCE has", check(DISCOVER, &complaints)),
+        (
+            "collectives between processes over Soft-RoCE, and what is said of a rank that is killed or stopped",
+            check(LINK, &link_complaints),
+        ),
+        (
+            "hosts find RDMA by themselves, and take TCP where no message gets through",
+            check(HOSTS, &|cases| missing(&BETWEEN, cases)),
+        ),
     ]
 }
 
 /// The name of a case, and what it printed.
 type Case = (String, String);
 
-/// Builds the command, and runs a script with it in the machine: what it printed.
-fn run(root: &Path, script: &str) -> Result<Vec<Case>, String> {
-    // As the full run has it, so that it is not built once more.
-    let said = run_with("debug", &format!("--bins {PACKAGES} {TOOLS}"), root, script)?;
+fn cases(said: &str) -> Vec<Case> {
     let cases = said.split("case: ").skip(1).filter_map(|case| case.split_once('\n'));
-    Ok(cases.map(|(name, text)| (name.to_owned(), text.to_owned())).collect())
+    cases.map(|(name, text)| (name.to_owned(), text.to_owned())).collect()
 }
 
-/// Builds the command so, and runs a script with it in the machine: all that the script printed.
-fn run_with(profile: &str, build: &str, root: &Path, script: &str) -> Result<String, String> {
+/// Builds the command as the full run has it, so that it is not built once more; the line that tells a script where it is.
+fn debug_build(root: &Path) -> Result<String, String> {
+    build(root, "debug", &format!("--bins {PACKAGES} {TOOLS}"))
+}
+
+fn build(root: &Path, profile: &str, arguments: &str) -> Result<String, String> {
     let mut cargo = Command::new(runner::cargo());
-    output(cargo.args(["build", "--quiet"]).args(build.split_whitespace()).current_dir(root))?;
-    let program = target(root).join(profile).join("allstream");
-    let machine = Machine::prepare(&folder(root))?;
-    machine.run(&format!("ALLSTREAM='{}'\n{script}", program.display()), LIMIT)
+    output(cargo.args(["build", "--quiet"]).args(arguments.split_whitespace()).current_dir(root))?;
+    Ok(format!("ALLSTREAM='{}'\n", target(root).join(profile).join("allstream").display()))
 }
 
-/// What the link costs, as a table: figures of each round, and their medians.
+/// Builds the command, and runs a script with it in a machine: what the script's cases printed.
+fn run(root: &Path, kernel: &str, script: &str, limit: Duration) -> Result<Vec<Case>, String> {
+    let command = debug_build(root)?;
+    let machine = Machine::prepare(&folder(root), kernel)?;
+    machine.run(&(command + script), limit).map(|said| cases(&said))
+}
+
+/// Runs ranks on two machines that are connected by a cable; the second one is switched off in the middle. What the first one's cases printed.
+fn two_machines(root: &Path, kernel: &str) -> Result<Vec<Case>, String> {
+    let command = debug_build(root)?;
+    let machine = Machine::prepare(&folder(root), kernel)?;
+    // Not below `target`, as names of sockets are short.
+    let cable = tempfile::tempdir().map_err(|error| format!("a folder for sockets: {error}"))?;
+    let start = |end: usize| {
+        let script = format!("MACHINE={end}\n{command}{MACHINES}");
+        machine.start(&end.to_string(), &script, Some((end, cable.path())))
+    };
+    let (first, second) = (start(0)?, start(1)?);
+    let said = first.output(LIMIT);
+    let (status, of_second) = second.ended(LIMIT)?;
+    if status.is_some() {
+        return Err(format!("the second machine was not switched off within its script: {of_second}"));
+    }
+    said.map(|said| cases(&said)).map_err(|error| format!("{error}; the second machine: {of_second}"))
+}
+
+/// What the link costs, as a table for each kernel: figures of each round, and their medians.
 ///
 /// # Errors
 /// Why it cannot be measured here.
@@ -131,8 +169,12 @@ pub(crate) fn bars(root: &Path) -> Result<String, String> {
     if !is_there("ib_write_bw") {
         install(&["perftest"], |mut command| output(&mut command).map(drop))?;
     }
-    let said = run_with("release", "--release --package allstream-cli", root, BARS)?;
-    Ok(table(&said))
+    let command = build(root, "release", "--release --package allstream-cli")?;
+    let of = |kernel: &&str| -> Result<String, String> {
+        let said = Machine::prepare(&folder(root), kernel)?.run(&(command.clone() + BARS), LIMIT)?;
+        Ok(format!("{kernel}\n\n{}", table(&said)))
+    };
+    Ok(KERNELS.iter().map(of).collect::<Result<Vec<_>, _>>()?.join("\n"))
 }
 
 /// Lines of a name and a figure as rows with the median, one for each name, in the order in which they came first.
@@ -210,6 +252,44 @@ fn link_complaints(cases: &[Case]) -> Vec<String> {
 
 /// Runs of `perf` in the link's script.
 const PERFS: usize = 23;
+/// Ranks that the long script kills, each in a job of its own.
+const KILLS: usize = 100;
+
+/// What is wrong with what the script of many operations and kills printed. It tells what was measured, too.
+fn long_complaints(cases: &[Case]) -> Vec<String> {
+    let mut complaints = Vec::new();
+    let operations = said(cases, "operations");
+    for wanted in ["# Out of bounds values : 0 OK", "rcvd_rnr_err 0\n", "send_rnr_err 0\n"] {
+        if !operations.contains(wanted) {
+            complaints.push(format!("operations: `{}` is not in: {operations}", wanted.trim()));
+        }
+    }
+    let counts = operations.lines().filter(|line| line.contains("_err "));
+    runner::say(&format!("10,000 operations: {}", counts.collect::<Vec<_>>().join(", ")));
+    let mut times = Vec::new();
+    for (name, text) in cases.iter().filter(|(name, _)| name.starts_with("kill ")) {
+        let of = |rank: usize| {
+            format!("[{rank}] allstream: rank 2 was lost (its connection ended without a goodbye)")
+        };
+        if !(text.contains(&of(0)) && text.contains(&of(1)) && text.contains(" qp 1 cm_id 0 mr 0 ")) {
+            complaints.push(format!("{name}: {}", text.trim()));
+        }
+        let told = text.split_once("told after ").and_then(|(_, rest)| rest.split(' ').next());
+        times.extend(told.and_then(|told| told.parse::<u32>().ok()));
+    }
+    times.sort_unstable();
+    match (times.get(times.len() / 2), times.last()) {
+        (Some(median), Some(last)) => runner::say(&format!(
+            "{} kills: all survivors had named the rank after {median} ms (median), {last} ms (at most)",
+            times.len()
+        )),
+        _ => complaints.push("no kill was told of".into()),
+    }
+    if times.len() != KILLS {
+        complaints.push(format!("{} kills were told of, expected {KILLS}", times.len()));
+    }
+    complaints
+}
 
 /// What each case has to say: texts that are in it, in this order.
 type Wanted = (&'static str, &'static [&'static str]);
@@ -224,6 +304,21 @@ const BETWEEN: [Wanted; 3] = [
             "hosts talk by TCP and not by RDMA: between rank 0 and rank 2: ",
             "link auto (shm, tcp), ",
             "# Out of bounds values : 0 OK",
+        ],
+    ),
+];
+
+/// Of ranks on two machines, the second of which is switched off in the middle.
+const ON_TWO_MACHINES: [Wanted; 2] = [
+    ("found", &["link auto (shm, rdma), ", "# Out of bounds values : 0 OK"]),
+    (
+        "off",
+        &[
+            "rank 0: allstream: rank ",
+            " was lost (nothing was heard from it for 4s)",
+            "rank 1: allstream: rank ",
+            " was lost (nothing was heard from it for 4s)",
+            " qp 1 cm_id 0 mr 0 ",
         ],
     ),
 ];
@@ -306,219 +401,9 @@ fn complaints(cases: &[Case]) -> Vec<String> {
     complaints
 }
 
-/// A kernel and what it starts with, in a folder that is kept.
-struct Machine {
-    folder: PathBuf,
-}
-
-impl Machine {
-    fn kernel(&self) -> PathBuf {
-        self.folder.join("vmlinuz")
-    }
-
-    fn initrd(&self) -> PathBuf {
-        self.folder.join("initrd")
-    }
-
-    /// Fetches and unpacks what is not there yet.
-    fn prepare(folder: &Path) -> Result<Machine, String> {
-        let machine = Machine { folder: folder.to_owned() };
-        // Written last: what the first root was made of.
-        let (ready, made_of) = (folder.join("ready"), format!("{}\n{INIT}", MODULES.join(" ")));
-        if fs::read_to_string(&ready).is_ok_and(|text| text == made_of) {
-            return Ok(machine);
-        }
-        let _ = fs::remove_dir_all(folder);
-        let (packages, unpacked) = (folder.join("packages"), folder.join("unpacked"));
-        fs::create_dir_all(&packages).map_err(at(&packages))?;
-        let image = kernel_package()?;
-        let mut download = Command::new("apt-get");
-        // The folder need not be open to the user that apt fetches as.
-        download.current_dir(&packages).args(["-q", "-o", "APT::Sandbox::User=root", "download"]);
-        output(download.args([image.as_str(), "busybox-static"]))?;
-        for package in packages.read_dir().map_err(at(&packages))?.flatten() {
-            output(Command::new("dpkg-deb").arg("-x").arg(package.path()).arg(&unpacked))?;
-        }
-        machine.pack(&unpacked)?;
-        fs::remove_dir_all(&packages).map_err(at(&packages))?;
-        fs::remove_dir_all(&unpacked).map_err(at(&unpacked))?;
-        fs::write(&ready, made_of).map_err(at(&ready))?;
-        Ok(machine)
-    }
-
-    /// Takes the kernel and its modules out of the unpacked packages, and makes the first root of them.
-    fn pack(&self, unpacked: &Path) -> Result<(), String> {
-        let busybox = ["bin/busybox", "usr/bin/busybox"].map(|name| unpacked.join(name));
-        let busybox = busybox.iter().find(|file| file.is_file()).ok_or("busybox-static has no busybox")?;
-        let all = unpacked.join("lib/modules");
-        let version =
-            all.read_dir().map_err(at(&all))?.flatten().next().ok_or("the kernel has no modules")?;
-        let version = version.file_name().to_string_lossy().into_owned();
-        let image = unpacked.join("boot").join(format!("vmlinuz-{version}"));
-        fs::copy(&image, self.kernel()).map_err(at(&image))?;
-        output(Command::new("find").arg(&all).args(["-name", "*.ko.xz", "-exec", "unxz", "{}", "+"]))?;
-        output(Command::new(busybox).args(["depmod", "-b"]).arg(unpacked).arg(&version))?;
-
-        let (root, modules) = (self.folder.join("root"), format!("lib/modules/{version}"));
-        for folder in ["bin", "proc", "sys", "dev", "host", modules.as_str()] {
-            let folder = root.join(folder);
-            fs::create_dir_all(&folder).map_err(at(&folder))?;
-        }
-        fs::copy(busybox, root.join("bin/busybox")).map_err(at(busybox))?;
-        let list = unpacked.join(&modules).join("modules.dep");
-        let dependencies = fs::read_to_string(&list).map_err(at(&list))?;
-        for file in closure(&dependencies, &MODULES)? {
-            let (from, to) = (unpacked.join(&modules).join(&file), root.join(&modules).join(&file));
-            let parent = to.parent().unwrap_or(&root);
-            fs::create_dir_all(parent).map_err(at(parent))?;
-            fs::copy(&from, &to).map_err(at(&from))?;
-        }
-        for file in unpacked.join(&modules).read_dir().map_err(at(&all))?.flatten() {
-            // The tables by which modules are found.
-            if file.file_name().to_string_lossy().starts_with("modules.") {
-                fs::copy(file.path(), root.join(&modules).join(file.file_name()))
-                    .map_err(at(&file.path()))?;
-            }
-        }
-        fs::write(root.join("modules"), MODULES.join("\n")).map_err(at(&root))?;
-        let init = root.join("init");
-        fs::write(&init, INIT).map_err(at(&init))?;
-        fs::set_permissions(&init, fs::Permissions::from_mode(0o755)).map_err(at(&init))?;
-        let pack = "cd \"$1\" && find . | \"$2\" cpio -o -H newc >\"$3\"";
-        let initrd = self.initrd();
-        output(Command::new("sh").args(["-c", pack, "sh"]).arg(&root).arg(busybox).arg(&initrd))?;
-        fs::remove_dir_all(&root).map_err(at(&root))
-    }
-
-    /// Starts the machine, has it run a script, and waits until it is off: what the script printed. It has to end well.
-    fn run(&self, script: &str, limit: Duration) -> Result<String, String> {
-        let shared = self.folder.join("shared");
-        let _ = fs::remove_dir_all(&shared);
-        fs::create_dir_all(&shared).map_err(at(&shared))?;
-        let command = shared.join("command");
-        fs::write(&command, script).map_err(at(&command))?;
-        let console = self.folder.join("console");
-        let log = fs::File::create(&console).map_err(at(&console))?;
-        let mut qemu = Command::new("qemu-system-x86_64");
-        // It takes the system's libraries, and none that lies beside what cargo has built.
-        qemu.env_remove("LD_LIBRARY_PATH");
-        // Only a processor with these can run a stock kernel, whatever /dev/kvm is there.
-        let cpus = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
-        let is_able = cpus.split_whitespace().any(|flag| matches!(flag, "vmx" | "svm"));
-        if is_able && fs::OpenOptions::new().read(true).write(true).open("/dev/kvm").is_ok() {
-            qemu.args(["-accel", "kvm", "-cpu", "host"]);
-        } else {
-            qemu.args(["-accel", "tcg,thread=multi", "-cpu", "max"]);
-        }
-        qemu.args([
-            "-smp",
-            "2",
-            "-m",
-            "1024",
-            "-nodefaults",
-            "-no-reboot",
-            "-display",
-            "none",
-            "-monitor",
-            "none",
-        ]);
-        qemu.args(["-serial", "stdio", "-append", "console=ttyS0 quiet panic=-1 mitigations=off"]);
-        qemu.arg("-kernel").arg(self.kernel()).arg("-initrd").arg(self.initrd());
-        let files = |name: &str, path: &Path, more: &str| {
-            let folder = format!("local,id={name},path={},security_model=none{more}", path.display());
-            [
-                "-fsdev".into(),
-                folder,
-                "-device".into(),
-                format!("virtio-9p-pci,fsdev={name},mount_tag={name}"),
-            ]
-        };
-        qemu.args(files("root", Path::new("/"), ",readonly=on,multidevs=remap"));
-        qemu.args(files("shared", &shared, ""));
-        let errors = log.try_clone().map_err(at(&console))?;
-        qemu.stdin(Stdio::null()).stdout(log).stderr(errors);
-        self.wait(qemu, limit)?;
-        let read = |name: &str| fs::read_to_string(shared.join(name)).unwrap_or_default();
-        match read("status").trim() {
-            "0" => Ok(read("output")),
-            "" => Err(format!("the machine ended before its script did; see {}", console.display())),
-            status => Err(format!("the script ended with {status}: {}", read("output").trim())),
-        }
-    }
-
-    fn wait(&self, mut qemu: Command, limit: Duration) -> Result<(), String> {
-        let mut child = qemu.spawn().map_err(|error| format!("qemu-system-x86_64: {error}"))?;
-        let end = Instant::now() + limit;
-        while child.try_wait().map_err(|error| error.to_string())?.is_none() {
-            if Instant::now() > end {
-                let _ = child.kill();
-                let _ = child.wait();
-                let console = self.folder.join("console");
-                return Err(format!(
-                    "the machine did not end in {} s; see {}",
-                    limit.as_secs(),
-                    console.display()
-                ));
-            }
-            std::thread::sleep(Duration::from_millis(50));
-        }
-        Ok(())
-    }
-}
-
-/// The package of the kernel itself.
-fn kernel_package() -> Result<String, String> {
-    let ask = || output(Command::new("apt-cache").args(["depends", "--important", KERNEL]));
-    let named = |said: String| {
-        let mut names =
-            said.lines().filter_map(|line| line.trim().strip_prefix("Depends: ").map(String::from));
-        names.find(|name| name.starts_with("linux-image-"))
-    };
-    if let Some(name) = ask().ok().and_then(named) {
-        return Ok(name);
-    }
-    output(Command::new("apt-get").args(["-q", "update"]))?;
-    ask().map(named)?.ok_or_else(|| format!("apt knows no kernel by {KERNEL}"))
-}
-
-/// The files of these modules and of all that they need, as `modules.dep` lists them: `path: path path`.
-fn closure(dependencies: &str, modules: &[&str]) -> Result<BTreeSet<String>, String> {
-    let mut files = BTreeSet::new();
-    for module in modules {
-        // Files have `-` where names have `_`, or not.
-        let is_named = |path: &str| {
-            let file = path.rsplit('/').next().unwrap_or(path);
-            file.split('.').next().is_some_and(|stem| stem.replace('-', "_") == *module)
-        };
-        let mut rows = dependencies.lines().filter_map(|line| line.split_once(':'));
-        // What is built in has no file, and nothing to load.
-        let Some((file, needed)) = rows.find(|(file, _)| is_named(file)) else { continue };
-        files.insert(file.to_owned());
-        files.extend(needed.split_whitespace().map(String::from));
-    }
-    if files.is_empty() { Err("the kernel has none of the modules".into()) } else { Ok(files) }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn modules_come_with_what_they_need() {
-        let table = "kernel/a/rdma_rxe.ko: kernel/b/ib-core.ko kernel/b/udp.ko\nkernel/b/ib-core.ko:\nkernel/b/udp.ko:\n\
-                     kernel/c/virtio-pci.ko: kernel/c/virtio.ko\nkernel/d/other.ko:\n";
-        let files = closure(table, &["rdma_rxe", "virtio_pci", "built_in"]).unwrap();
-        let files: Vec<&str> = files.iter().map(String::as_str).collect();
-        let wanted = [
-            "kernel/a/rdma_rxe.ko",
-            "kernel/b/ib-core.ko",
-            "kernel/b/udp.ko",
-            "kernel/c/virtio-pci.ko",
-            "kernel/c/virtio.ko",
-        ];
-        assert_eq!(files, wanted);
-        assert!(closure(table, &["nothing"]).is_err());
-    }
 
     #[test]
     fn a_table_has_the_median_of_each_figure() {

@@ -1,4 +1,4 @@
-//! Runs parts one after another, each with a time limit, and counts.
+//! Runs the parts in order (some beside the one before), limits the time of their commands, and counts the results.
 
 use std::ffi::OsString;
 use std::io::{self, BufRead, BufReader, PipeReader, Write};
@@ -17,23 +17,23 @@ use signal_hook::iterator::Signals;
 use crate::journal::{Counts, Journal, Report, Timed};
 use crate::part::{Part, Ran, Work};
 
-/// How urgent commands are that run beside others, as `nice` counts: they get what these leave.
+/// The niceness of parts that run beside another: their commands get only the processor time that the other part leaves.
 const LEAST_URGENT: i32 = 19;
-/// The process groups of the commands that run, for the signal thread.
+/// The process groups of the commands that run now. The signal thread kills them.
 static RUNNING: Mutex<Vec<Pid>> = Mutex::new(Vec::new());
 
 fn running() -> MutexGuard<'static, Vec<Pid>> {
     RUNNING.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Commands run in process groups of their own, so that all of one can be killed. This hands Ctrl-C on.
+/// Starts the signal thread: on SIGINT, SIGTERM or SIGHUP it kills the commands and exits. (Ctrl-C does not reach them: each has its own process group.)
 pub(crate) fn take_signals() -> io::Result<()> {
     let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP])?;
     thread::Builder::new().name("signals".into()).spawn(move || {
         if let Some(signal) = signals.forever().next() {
-            // Held until the exit: no other command starts.
+            // The lock is held until the exit, so that no other command starts.
             let groups = running();
-            // Some tests start processes in groups of their own, and stop them if they get the time to.
+            // Some tests start processes in other process groups; between SIGTERM and SIGKILL they have time to stop these.
             for group in groups.iter() {
                 let _ = kill_process_group(*group, Signal::TERM);
             }
@@ -60,9 +60,9 @@ struct Outcome {
     result: String,
     counts: Counts,
     time: Duration,
-    /// Of what failed.
+    /// What is printed again at the end if the part failed.
     report: Report,
-    /// How long its tests took, and how many cases they had.
+    /// How long its tests took, how many cases they had, and which of them were skipped.
     tests: Tests,
 }
 
@@ -74,10 +74,10 @@ struct Tests {
     skips: Vec<String>,
 }
 
-/// Tests that are listed because they took longest.
+/// How many of the slowest tests are listed.
 const SLOWEST: usize = 20;
 
-/// Runs all, prints a table, then again what is known of each failure, and tells whether none failed.
+/// Runs all parts, prints a table, then again what is known of each failure. Returns whether none failed.
 pub(crate) fn run_all(parts: &[Part], root: &Path) -> bool {
     let mut outcomes = Vec::new();
     for together in parts.chunk_by(|_, next| next.beside) {
@@ -104,9 +104,9 @@ pub(crate) fn run_all(parts: &[Part], root: &Path) -> bool {
     total.failed == 0
 }
 
-/// Runs one, in a thread of its own, and says when it begins and how it ended.
+/// Runs one part, in a thread of its own, and prints when it begins and how it ended.
 fn timed(part: &Part, root: &Path) -> Outcome {
-    // Linux sets it for this thread alone. The commands that the thread starts inherit it, and so leave the part before them its time.
+    // Linux sets the niceness of this thread alone. The commands that it starts inherit it, so the part beside which they run has precedence.
     if part.beside && nice(LEAST_URGENT).is_err() {
         say(&format!("cargo xtask: {} cannot be made less urgent than what it runs beside", part.name));
     }
@@ -185,8 +185,8 @@ fn run_part(part: &Part, root: &Path, tests: &mut Tests) -> Ran {
         Work::NotYet(reason) => skipped(reason),
         Work::Cargo(arguments, env) => {
             let mut command = Command::new(cargo());
-            // Not the table of whoever runs the tests. Without the files of incremental compilation, which nobody uses again here
-            // and which take a tenth of the time to write.
+            // ALLSTREAM_TUNING=off: tests must not use the tuning table of the user who runs them. Files of incremental compilation would not be
+            // used again here, and take a tenth of the time to write.
             command
                 .args(arguments)
                 .env("CARGO_INCREMENTAL", "0")
@@ -238,7 +238,7 @@ pub(crate) struct End {
 }
 
 impl End {
-    /// Its exit code, if it started, ended in time and was not killed.
+    /// The command's exit code, if it started, ended in time and was not killed.
     pub(crate) fn code(&self) -> Option<i32> {
         self.status.as_ref().ok().copied().flatten().and_then(|status| status.code())
     }
@@ -254,7 +254,7 @@ pub(crate) fn outcome(end: End, limit: Duration) -> Ran {
     let (result, counts) = match end.status {
         Err(error) => failed(counts, format!("cannot start: {error}")),
         Ok(None) => {
-            // Whatever it did report, the part itself is one more failure.
+            // The timeout counts as one failure more than those that the tests reported.
             counts.failed += 1;
             failed(counts, format!("ran past {} s", limit.as_secs()))
         }
@@ -269,7 +269,7 @@ pub(crate) fn outcome(end: End, limit: Duration) -> Ran {
     Ran(result, counts, report)
 }
 
-/// Runs a command in its own process group, shows its output (if `echo`) and keeps the journal of it.
+/// Runs a command in its own process group, prints its output (if `echo`) and keeps a journal of it.
 pub(crate) fn execute(mut command: Command, root: &Path, limit: Duration, echo: bool) -> End {
     let journal = Arc::new(Mutex::new(Journal::default()));
     let taken = |journal: &Mutex<Journal>| {
@@ -286,7 +286,7 @@ pub(crate) fn execute(mut command: Command, root: &Path, limit: Duration, echo: 
         running.push(Pid::from_child(&child));
         Ok((child, output))
     })();
-    // It holds the pipe's other end.
+    // The command holds the pipe's write end: without this the reader would never see the end.
     drop(command);
     let (mut child, output) = match spawned {
         Ok(spawned) => spawned,
@@ -300,14 +300,14 @@ pub(crate) fn execute(mut command: Command, root: &Path, limit: Duration, echo: 
         let _ = ended.send(());
     });
     let status = wait(&mut child, end);
-    // A test that left processes behind must not keep the pipes, or the machine.
+    // Processes that a test left behind must not hold the pipe open or keep the machine busy.
     let _ = kill_process_group(group, Signal::KILL);
     let status = status.and_then(|status| match status {
         Some(status) => Ok(Some(status)),
         None => child.wait().map(|_| None),
     });
     running().retain(|running| *running != group);
-    // One that left the group may hold the pipe for ever.
+    // A process that left the group may hold the pipe open for ever, so the wait has a limit.
     let _ = drained.recv_timeout(Duration::from_secs(5));
     End { status, journal: taken(&journal) }
 }
@@ -339,7 +339,7 @@ fn read(pipe: PipeReader, echo: bool, journal: &Mutex<Journal>) {
     let _ = io::stdout().flush();
 }
 
-/// Runs a command to its end; what it printed, or what it complained of.
+/// Runs a command to its end. Returns what it printed on stdout; if it failed, an error with its output.
 pub(crate) fn output(command: &mut Command) -> Result<String, String> {
     let name = command.get_program().to_string_lossy().into_owned();
     let output = command.stdin(Stdio::null()).output().map_err(|error| format!("{name}: {error}"))?;
@@ -354,7 +354,7 @@ pub(crate) fn output(command: &mut Command) -> Result<String, String> {
     }
 }
 
-/// Where things are built.
+/// The folder that cargo builds in.
 pub(crate) fn target(root: &Path) -> PathBuf {
     std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root.join("target"), PathBuf::from)
 }
@@ -403,7 +403,7 @@ mod tests {
         assert_eq!(failures(&[passed("house")]), "");
     }
 
-    /// One of two parts that are to run at the same time: it passes if the other has begun before it ends, and if one of them is not urgent.
+    /// The work of two parts that must run at the same time. Passes if both have begun before it ends, and at least one runs with [`LEAST_URGENT`].
     fn meets(_: &Path, _: Duration) -> Ran {
         static BEGUN: AtomicUsize = AtomicUsize::new(0);
         static NOT_URGENT: AtomicUsize = AtomicUsize::new(0);

@@ -1,4 +1,4 @@
-//! What a program needs of the machine that it is to run on.
+//! Which libraries and versions of symbols a program needs on the machine where it will run.
 
 use std::path::Path;
 
@@ -6,13 +6,13 @@ use object::Endianness;
 use object::elf::{DT_NEEDED, FileHeader64, SHT_DYNSYM, STB_WEAK};
 use object::read::elf::FileHeader;
 
-/// The newest glibc whose symbols may be needed.
+/// The newest version of glibc whose symbols a program of the pack may need.
 pub(super) const GLIBC: (u32, u32) = (2, 35);
-/// Libraries that are on every machine with glibc. (libgcc_s comes with the C++ runtime, which has its own versions.)
+/// Libraries that every machine with glibc has. (libgcc_s comes with the C++ runtime; the versions of its symbols are not glibc's.)
 const LIBRARIES: [&str; 6] =
     ["libc.so.6", "libm.so.6", "libgcc_s.so.1", "libpthread.so.0", "libdl.so.2", "librt.so.1"];
 
-/// What is wrong with a program, if it is to run with glibc [`GLIBC`] alone.
+/// Complaints about a program that is to run with nothing but glibc [`GLIBC`]: other libraries, and newer symbols.
 pub(super) fn complaints(file: &Path) -> Result<Vec<String>, String> {
     let data = std::fs::read(file).map_err(|error| format!("{}: {error}", file.display()))?;
     let needs = Needs::of(&data).map_err(|error| format!("{}: {error}", file.display()))?;
@@ -20,7 +20,7 @@ pub(super) fn complaints(file: &Path) -> Result<Vec<String>, String> {
     Ok(needs.complaints().into_iter().map(|complaint| format!("{name} {complaint}")).collect())
 }
 
-/// Shared libraries, and symbols with the version that each is wanted in. Without those that may be missing (weak ones).
+/// The shared libraries that a program needs, and its symbols, each with the version it needs. Weak symbols, which may be missing, are left out.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Needs {
     libraries: Vec<String>,
@@ -67,7 +67,7 @@ impl Needs {
     }
 }
 
-/// (2, 35) of `GLIBC_2.35` and `GLIBC_2.35.1`. Versions of other libraries are none; what is private counts as newest.
+/// Reads (2, 35) from `GLIBC_2.35` and `GLIBC_2.35.1`. `None`: another library's version. `GLIBC_PRIVATE` counts as the newest.
 fn glibc(version: &str) -> Option<(u32, u32)> {
     let mut numbers = version.strip_prefix("GLIBC_")?.split('.');
     let mut number = || numbers.next()?.parse().ok();
@@ -102,7 +102,7 @@ mod tests {
         );
     }
 
-    /// This program itself: it has a C library, and symbols of known versions.
+    /// Reads this test program itself, which needs the C library and symbols with versions.
     #[test]
     fn what_a_program_needs_is_read_from_it() {
         let needs = Needs::of(&std::fs::read(std::env::current_exe().unwrap()).unwrap()).unwrap();

@@ -1,5 +1,5 @@
-//! The parts of `cargo xtask test --full` about the pack: it runs on the machine's GPU, if there is one, and it is rehearsed on the driver
-//! for tests, with a step that hangs and one that dies.
+//! The two parts of `cargo xtask test --full` that test the pack: one runs it on this machine's GPU, if there is one; the other rehearses it on
+//! the driver for tests, with a step that hangs and a step that dies.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -14,15 +14,15 @@ use crate::part::Ran;
 use crate::python;
 use crate::runner;
 
-/// The archive that a run leaves.
+/// The archive of results that a run of the pack writes.
 const RESULTS: &str = "gpu-results.tar.xz";
-/// Bytes that come back of it at most.
+/// A lent machine sends back at most this many bytes of it.
 const MOST: u64 = 16 << 20;
-/// In the rehearsal one step hangs within a call of the driver, and one dies by an abort, both by knobs of the driver for tests.
+/// The step that hangs within a call of the driver in the rehearsal, and the step that aborts. Each has the variable by which the driver for tests does so.
 const HANGS: (&str, &str) = ("example-12_gpu", "ALLSTREAM_TEST_CUDA_HANG=cuMemcpyHtoDAsync:3");
 const DIES: (&str, &str) = ("all_reduce-4-threads", "ALLSTREAM_TEST_CUDA_SEED=none");
 
-/// Why there is no GPU here to try the pack on, if there is none.
+/// Fails if this machine has no GPU to run the pack on, and says which devices were looked for.
 pub(crate) fn needs_device(_: &Path) -> Result<(), String> {
     let nodes = ["/dev/nvidia0", "/dev/nvhost-gpu", "/dev/dxg"];
     let mut numbered = Path::new("/dev").read_dir().into_iter().flatten().flatten().filter(|entry| {
@@ -74,7 +74,7 @@ pub(crate) fn prove(root: &Path, limit: Duration) -> Ran {
         return steps.ran();
     }
     let script = command(&pack.archive());
-    // A library that is found, so that no other one is looked for, and is no driver.
+    // This library exists but is no CUDA driver: so the pack finds no driver, and looks for no other library.
     let mut none = outside(&script, root, &out);
     none.env("ALLSTREAM_CUDA_LIBRARY", "libc.so.6");
     steps.step("without a driver the command says so", none, 3, "gpu-pack: there is no GPU here");
@@ -95,7 +95,7 @@ pub(crate) fn prove(root: &Path, limit: Duration) -> Ran {
     let mut rehearsal = outside(&script, root, &out);
     rehearsal.env("ALLSTREAM_CUDA_LIBRARY", built.join("libcuda.so"));
     rehearsal.env("GPU_PACK_NCCL", built.join("libnccl.so"));
-    // The Python that the tests of the Python package have made, with numpy and torch.
+    // The Python environment that the tests of the Python package have made, with numpy and torch.
     let pythons = root.join("target/python/all/bin");
     let path = std::env::var_os("PATH").unwrap_or_default();
     let folders = [pythons].into_iter().filter(|folder| folder.is_dir()).chain(std::env::split_paths(&path));
@@ -125,7 +125,7 @@ fn results(unpacked: &Path) -> Result<Value, String> {
     serde_json::from_str(&text).map_err(|error| format!("{}: {error}", file.display()))
 }
 
-/// What is not as the rehearsal must come to.
+/// Complaints about steps whose results are not those that the rehearsal must have.
 fn outcomes(unpacked: &Path) -> Vec<String> {
     let results = match results(unpacked) {
         Ok(results) => results,
@@ -150,7 +150,7 @@ fn outcomes(unpacked: &Path) -> Vec<String> {
     if !fails(HANGS) || !fails(DIES) {
         complaints.push(format!("{} and {} did not fail, and were made to", HANGS.0, DIES.0));
     }
-    // Those that need a device, or a tool of NVIDIA's, are skipped.
+    // Steps that need a device, or a tool of NVIDIA's, are skipped.
     if passed < 20 {
         complaints.push(format!("{passed} steps passed, expected at least 20"));
     }
@@ -161,7 +161,7 @@ fn outcomes(unpacked: &Path) -> Vec<String> {
     complaints
 }
 
-/// Figures that could be taken for a device's, and are of a driver that is none.
+/// Complaints about results that do not say that they were not measured on a device.
 fn marked(unpacked: &Path) -> Vec<String> {
     let mut complaints = Vec::new();
     match results(unpacked) {
@@ -192,8 +192,8 @@ fn ours() -> Command {
     Command::new(std::env::current_exe().unwrap_or_else(|_| "xtask".into()))
 }
 
-/// The printed command, as somebody would give it elsewhere: cargo has put folders where the loader looks, in which the driver
-/// for tests lies.
+/// The printed command, run as on another machine: without the folders of `target/` that cargo has put into `LD_LIBRARY_PATH`, as the
+/// driver for tests lies in one of them.
 fn outside(command: &str, root: &Path, out: &Path) -> Command {
     let mut run = Command::new("sh");
     run.arg("-c").arg(command).current_dir(root).env("OUT", out).env_remove("ALLSTREAM_CUDA_LIBRARY");
@@ -208,7 +208,7 @@ fn outside(command: &str, root: &Path, out: &Path) -> Command {
     run
 }
 
-/// Steps of a part, and what came of them.
+/// Runs the steps of a part, and counts their results.
 struct Steps<'a> {
     root: &'a Path,
     end: Instant,
@@ -225,7 +225,7 @@ impl Steps<'_> {
         self.end.saturating_duration_since(Instant::now())
     }
 
-    /// Runs a command; whether it ended with this code and a line that starts so.
+    /// Runs a command. Returns whether it ended with the exit code `code` and printed a line that starts with `line` (if not empty).
     fn step(&mut self, name: &str, command: Command, code: i32, line: &str) -> bool {
         let end = runner::execute(command, self.root, self.left(), true);
         self.take(name, end, code, line)

@@ -1,11 +1,11 @@
-//! What is compared with what, and the bars.
+//! Which series are compared, and the bars: the limits that our times should keep.
 
 use super::what::{Case, Collective, Series};
 
-/// Our series, and what it is held against.
+/// Our series, and the series that it is compared with.
 pub(crate) type Pair = (Series, Series);
 
-/// What is compared, in the order of the table.
+/// The pairs that are compared, in the order of the table's columns.
 pub(crate) const PAIRS: [Pair; 8] = [
     (Series::Shm, Series::MpiShm),
     (Series::Shm, Series::Gloo),
@@ -17,21 +17,21 @@ pub(crate) const PAIRS: [Pair; 8] = [
     (Series::Tcp, Series::Exchange),
 ];
 
-/// At most this.
+/// The most that a measurement may be to pass.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Limit {
-    /// Our time by theirs.
+    /// Our time divided by theirs.
     Ratio(f64),
-    /// Our time less theirs, in microseconds.
+    /// Our time minus theirs, in microseconds.
     More(f64),
 }
 
 pub(crate) struct Bar {
     pub(crate) collectives: &'static [Collective],
     pub(crate) pair: Pair,
-    /// From, to, both included.
+    /// The smallest and the largest size, both included.
     pub(crate) bytes: (u64, u64),
-    /// Empty: any number.
+    /// The numbers of ranks that the bar is for. Empty: any number.
     pub(crate) ranks: &'static [usize],
     pub(crate) limit: Limit,
 }
@@ -44,7 +44,7 @@ const fn all_reduce(pair: Pair, bytes: (u64, u64), ranks: &'static [usize], limi
     Bar { collectives: &[Collective::AllReduce], pair, bytes, ranks, limit }
 }
 
-/// All bars. A size or number of ranks that is in none is only reported.
+/// All bars. Where no bar is for a size or number of ranks, the comparison is reported without a verdict.
 pub(crate) const BARS: [Bar; 14] = {
     use Limit::{More, Ratio};
     use Series::{Arena, Await, Exchange, Gloo, Memory, MpiShm, MpiTcp, Shm, Tcp, Threads, Wait};
@@ -85,7 +85,7 @@ impl Bar {
         self.pair == pair && self.collectives.contains(&case.collective) && ranks && bytes
     }
 
-    /// For a reader.
+    /// The bar in words, for the table.
     pub(crate) fn words(&self) -> String {
         let names: Vec<&str> = self.collectives.iter().map(|collective| collective.name()).collect();
         let ranks: Vec<String> = self.ranks.iter().map(usize::to_string).collect();
@@ -103,7 +103,7 @@ impl Bar {
 }
 
 impl Limit {
-    /// What is held against the limit.
+    /// The value that is compared with the limit.
     pub(crate) fn measure(self, ours: f64, theirs: f64) -> f64 {
         match self {
             Limit::Ratio(_) => ours / theirs,
@@ -125,7 +125,7 @@ impl Limit {
     }
 }
 
-/// Two times beside each other.
+/// Our time and theirs for one case.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Comparison {
     pub(crate) case: Case,
@@ -133,7 +133,7 @@ pub(crate) struct Comparison {
     /// Microseconds.
     pub(crate) ours: f64,
     pub(crate) theirs: f64,
-    /// Which of [`BARS`], if there is one.
+    /// The index in [`BARS`] of the bar for this case, if there is one.
     pub(crate) bar: Option<usize>,
 }
 
@@ -147,7 +147,7 @@ impl Comparison {
         Some(BARS.get(self.bar?)?.limit)
     }
 
-    /// How far above the bar: 0.1 is a tenth of it, or of a microsecond. `None`: not above, or there is no bar.
+    /// How far the measure is above its limit: as a share of a [`Limit::Ratio`], in microseconds for [`Limit::More`]. `None`: not above, or no bar.
     pub(crate) fn short(&self) -> Option<f64> {
         let limit = self.limit()?;
         let above = limit.measure(self.ours, self.theirs) - limit.most();
@@ -158,7 +158,7 @@ impl Comparison {
         (above > 0.0).then_some(by)
     }
 
-    /// As a cell: what is measured, the bar, and by how much it is missed.
+    /// The text of the table's cell: the measure, the limit, and by how much it is exceeded.
     pub(crate) fn words(&self) -> String {
         let unit =
             if self.pair == (Series::Await, Series::Wait) { Limit::More(0.0) } else { Limit::Ratio(0.0) };
@@ -178,7 +178,7 @@ impl Comparison {
     }
 }
 
-/// 65536 is 64 KB.
+/// Bytes with a unit: 65536 is "64 KB".
 pub(crate) fn size(bytes: u64) -> String {
     match bytes {
         b if b >= M && b.is_multiple_of(M) => format!("{} MB", b / M),

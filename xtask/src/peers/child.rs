@@ -1,4 +1,4 @@
-//! Programs that end: by themselves, or at a time limit, with all that they started.
+//! Runs programs with a time limit: when one has ended or was cut off, all processes that it started are killed.
 
 use std::fs::{self, File};
 use std::io;
@@ -14,12 +14,13 @@ use rustix::process::{Pid, Signal, kill_process, kill_process_group};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
-/// Marks all that a program starts: mpirun's ranks are in process groups of their own, and outlive a killed mpirun.
+/// The environment variable that marks all processes of a run. mpirun's ranks have process groups of their own and outlive a killed mpirun, so killing
+/// the group is not enough.
 const MARK: &str = "ALLSTREAM_PEERS_RUN";
-/// Between asking and killing.
+/// The time between SIGTERM and SIGKILL for a program that is cut off.
 const GRACE: Duration = Duration::from_secs(2);
 
-/// What runs now, for the signal thread.
+/// The program that runs now. The signal thread kills it.
 static RUNNING: Mutex<Option<Running>> = Mutex::new(None);
 
 #[derive(Clone)]
@@ -32,13 +33,13 @@ fn running() -> MutexGuard<'static, Option<Running>> {
     RUNNING.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Ctrl-C and its kin end what runs, then us; `scratch` goes.
+/// On SIGINT, SIGTERM or SIGHUP: kills the program that runs, removes `scratch`, and exits.
 pub(crate) fn take_signals(scratch: &Path) -> io::Result<()> {
     let scratch = scratch.to_path_buf();
     let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP])?;
     thread::Builder::new().name("signals".into()).spawn(move || {
         if let Some(signal) = signals.forever().next() {
-            // Held until the exit: nothing else starts.
+            // The lock is held until the exit, so that no other program starts.
             let running = running();
             if let Some(running) = &*running {
                 let _ = kill_process_group(running.group, Signal::TERM);
@@ -57,26 +58,26 @@ pub(crate) fn take_signals(scratch: &Path) -> io::Result<()> {
 pub(crate) struct End {
     /// `None`: it was cut off at its limit.
     pub(crate) status: Option<ExitStatus>,
-    /// What it wrote, also if it was cut off.
+    /// What the program wrote, also if it was cut off.
     pub(crate) stdout: String,
     pub(crate) stderr: String,
 }
 
 impl End {
-    /// What went wrong, in a line, if something did.
+    /// What went wrong, in one line; `None` if the program succeeded.
     pub(crate) fn failure(&self, limit: Duration) -> Option<String> {
         let end = match self.status {
             Some(status) if status.success() => return None,
             Some(status) => status.to_string(),
             None => format!("cut off after {} s", limit.as_secs()),
         };
-        // The last line with words in it: banners end in rules.
+        // The last line with a letter or digit: mpirun's banners end with a line of dashes.
         let said = self.stderr.lines().rev().find(|line| line.chars().any(char::is_alphanumeric));
         Some(said.map_or(end.clone(), |said| format!("{end}: {}", said.trim())))
     }
 }
 
-/// Runs a program. Nothing of it is left when this returns. `scratch` is a folder of ours, for what it writes.
+/// Runs a program, and kills all its processes before this returns. `scratch` is a temporary folder for the program's output.
 pub(crate) fn run(command: &mut Command, limit: Duration, scratch: &Path) -> io::Result<End> {
     static COUNT: AtomicU32 = AtomicU32::new(0);
     let mark = format!("{}-{}", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed));
@@ -121,7 +122,7 @@ fn wait(child: &mut Child, limit: Duration) -> io::Result<Option<ExitStatus>> {
     }
 }
 
-/// Kills all that bears the mark, until nothing does.
+/// Kills all processes with the mark, until none is found; gives up after 100 tries, about two seconds.
 fn sweep(mark: &str) {
     for _ in 0..100 {
         let (found, unsure) = marked(mark);
@@ -135,8 +136,8 @@ fn sweep(mark: &str) {
     }
 }
 
-/// Processes with the mark in the environment that they started with (the dead have none); and whether one is just being
-/// replaced by another program, when it has none to be seen.
+/// Processes with the mark in the environment that they started with (dead ones have none); and whether some process is just
+/// replacing its program (`exec`), when no environment can be read, so that it may have the mark.
 fn marked(mark: &str) -> (Vec<Pid>, bool) {
     let wanted = format!("{MARK}={mark}");
     let (mut found, mut unsure) = (Vec::new(), false);
@@ -151,8 +152,8 @@ fn marked(mark: &str) -> (Vec<Pid>, bool) {
     (found, unsure)
 }
 
-/// Whether a process without an environment is between two programs: it then has no arguments either. So have the dead, and
-/// the kernel's own threads (children of process 2).
+/// Whether a process without an environment is in the middle of an `exec`: then it has no arguments either. Dead processes and
+/// the kernel's own threads (children of process 2) have none of the two either, and do not count.
 fn is_starting(process: &Path) -> bool {
     let (Ok(arguments), Ok(stat)) =
         (fs::read(process.join("cmdline")), fs::read_to_string(process.join("stat")))
@@ -179,7 +180,7 @@ mod tests {
     fn a_program_that_hangs_is_cut_off_with_all_it_started() {
         let limit = Duration::from_secs(1);
         let start = Instant::now();
-        // One in a session of its own, and nobody listens.
+        // One process is in a session of its own, and all ignore SIGTERM.
         let end = shell("trap '' TERM; setsid sleep 321 & echo pid $!; sleep 322; sleep 323", limit);
         assert!(start.elapsed() < Duration::from_secs(60));
         assert_eq!(end.failure(limit).as_deref(), Some("cut off after 1 s"));

@@ -1,4 +1,4 @@
-//! What is needed: our binaries, OpenMPI, a Python with torch. What is not there is installed where that is possible.
+//! Finds the programs to measure: our binaries, which it builds, OpenMPI, and a Python with torch. Installs what is missing, where that is possible.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -13,13 +13,13 @@ use crate::packages;
 
 const MINUTE: Duration = Duration::from_secs(60);
 
-/// What there is to run.
+/// The programs to run.
 #[derive(Debug)]
 pub(crate) struct Tools {
     /// `allstream`, and the program of `benches/limits.rs`.
     pub(crate) ours: PathBuf,
     pub(crate) limits: PathBuf,
-    /// Or why not.
+    /// The error says why it is left out.
     pub(crate) mpi: Result<Mpi, String>,
     pub(crate) gloo: Result<Gloo, String>,
 }
@@ -38,7 +38,7 @@ pub(crate) struct Gloo {
     pub(crate) version: String,
 }
 
-/// Builds, looks, installs. `scratch` is a folder of ours.
+/// Builds our programs, and finds or installs the others. `scratch` is a temporary folder.
 pub(crate) fn tools(args: &PeersArgs, root: &Path, scratch: &Path) -> Result<Tools, String> {
     let (ours, limits) = build(root, scratch)?;
     Ok(Tools {
@@ -49,7 +49,7 @@ pub(crate) fn tools(args: &PeersArgs, root: &Path, scratch: &Path) -> Result<Too
     })
 }
 
-/// What a command said on stdout; what failed otherwise.
+/// What a command printed on stdout; if it failed, an error that says how.
 fn said(command: &mut Command, limit: Duration, scratch: &Path) -> Result<String, String> {
     let program = command.get_program().to_string_lossy().into_owned();
     let end = child::run(command, limit, scratch).map_err(|error| format!("{program}: {error}"))?;
@@ -68,7 +68,7 @@ fn build(root: &Path, scratch: &Path) -> Result<(PathBuf, PathBuf), String> {
     Ok((built("allstream")?, built("limits")?))
 }
 
-/// Where cargo says that it put a target.
+/// The path of a target's executable in cargo's messages.
 fn executable(messages: &str, name: &str) -> Option<PathBuf> {
     let messages = messages.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
     messages
@@ -92,7 +92,7 @@ fn mpi(args: &PeersArgs, root: &Path, scratch: &Path) -> Result<Mpi, String> {
     Ok(Mpi { mpirun, program, version })
 }
 
-/// mpirun, mpicc and the version, of the first pair that is OpenMPI's: other MPIs have commands of these names.
+/// mpirun, mpicc and the version, of the first pair that is OpenMPI's: other MPIs have commands with the same names.
 fn find_mpi(scratch: &Path) -> Option<(OsString, OsString, String)> {
     let named = std::env::var_os("MPIRUN").zip(std::env::var_os("MPICC"));
     let usual = [("mpirun.openmpi", "mpicc.openmpi"), ("mpirun", "mpicc")];
@@ -129,7 +129,7 @@ fn gloo(args: &PeersArgs, root: &Path, scratch: &Path) -> Result<Gloo, String> {
         return Ok(found);
     }
     if !args.torch || args.no_install {
-        // No path: this stands in a table that is committed.
+        // The text names no path of this machine, as it goes into a table that is committed.
         return Err("No Python here has torch with Gloo: left out. `--torch` installs it under target/; `--python` names \
                     one that has it"
             .into());

@@ -1,4 +1,4 @@
-//! `cargo xtask peers`: ours beside OpenMPI, Gloo and what the machine can do; the same sizes and ranks, interleaved.
+//! `cargo xtask peers`: times our collectives, OpenMPI, Gloo and what the machine can do, with the same sizes and ranks, in interleaved rounds.
 
 mod bars;
 mod child;
@@ -58,7 +58,7 @@ pub(crate) struct PeersArgs {
     /// Install torch (for Gloo) with pip, under target/peers, if no Python has it
     #[arg(long)]
     torch: bool,
-    /// The package index for that: one with builds for CPUs alone is several times smaller
+    /// The package index to install torch from: torch from an index for CPUs alone is several times smaller
     #[arg(long, value_name = "URL", requires = "torch")]
     torch_index: Option<String>,
     /// A Python that has torch (or the variable PYTHON)
@@ -90,7 +90,7 @@ fn ranks(text: &str) -> Result<usize, String> {
 }
 
 impl PeersArgs {
-    /// Bytes, least first.
+    /// The sizes to measure, in bytes, in increasing order.
     fn sizes(&self) -> Result<BTreeSet<u64>, String> {
         if self.minbytes.is_none() && self.maxbytes.is_none() && self.stepfactor.is_none() {
             return Ok(self.sizes.iter().copied().collect());
@@ -106,7 +106,8 @@ impl PeersArgs {
     }
 }
 
-/// Measures, prints, writes. An error is about ours, not about a peer.
+/// Measures, prints the table, and writes the files. Fails if our own programs cannot be built or fail, or a file cannot be written; a peer that
+/// is missing or fails is only reported.
 pub(crate) fn run(args: &PeersArgs, root: &Path) -> Result<ExitCode, String> {
     let sizes: Vec<String> = args.sizes()?.iter().map(u64::to_string).collect();
     let scratch = Scratch::new(root)?;
@@ -137,7 +138,7 @@ pub(crate) fn run(args: &PeersArgs, root: &Path) -> Result<ExitCode, String> {
     for round in 1..=usize::from(args.rounds) {
         job.round(round);
         job.about.rounds = round;
-        // After each round: a run that is stopped leaves what it has.
+        // Written after each round, so that a run that is stopped leaves the figures of the rounds before.
         job.write()?;
     }
     println!("{}", table::markdown(&job.about, &job.figures));
@@ -149,21 +150,21 @@ struct Job<'a> {
     args: &'a PeersArgs,
     root: &'a Path,
     tools: Tools,
-    /// Bytes, with commas.
+    /// The sizes in bytes, separated by commas.
     sizes: String,
     scratch: Scratch,
     about: About,
     figures: Figures,
-    /// These are not tried again: one that hangs would do so in every round.
+    /// Programs that failed. They are not run again, as one that hangs would hang in every round.
     failed: BTreeSet<(Series, Collective, usize)>,
 }
 
 impl Job<'_> {
-    /// Everything once.
+    /// Runs every program once, for all ranks and collectives.
     fn round(&mut self, round: usize) {
         for &ranks in &self.args.ranks {
             for &collective in &self.args.collectives {
-                // Each is the first in its turn: what ran before, spinning or asleep, shows in the smallest sizes.
+                // Each round begins with another series: what ran just before, spinning or asleep, shows in the times of the smallest sizes.
                 let mut order = Series::ALL;
                 order.rotate_left((round - 1) % Series::ALL.len());
                 for series in order {
@@ -175,10 +176,10 @@ impl Job<'_> {
         }
     }
 
-    /// Whether it is to be run, and can be.
+    /// Whether this series is to be run for this collective, and its program is here.
     fn has(&self, series: Series, collective: Collective) -> bool {
         let there = match series {
-            Series::Wait => false, // comes with `Await`
+            Series::Wait => false, // the run of `Await` gives its times
             Series::Gloo => self.tools.gloo.is_ok(),
             series => !series.is_mpi() || self.tools.mpi.is_ok(),
         };
@@ -215,7 +216,7 @@ impl Job<'_> {
     }
 }
 
-/// The command as it would be typed, without paths of this machine: where the results went is nobody's concern.
+/// The command as it was typed, without the options that name files or a package index of this machine: the table that shows it is committed.
 fn command(arguments: impl Iterator<Item = String>) -> String {
     let mut text = String::from("cargo xtask");
     let mut path = false;
@@ -230,14 +231,14 @@ fn command(arguments: impl Iterator<Item = String>) -> String {
     text
 }
 
-/// What a small command says; "unknown" where there is none.
+/// What a small command prints; "unknown" and the program's name if it prints nothing.
 fn said(program: &str, arguments: &[&str], root: &Path) -> String {
     let output = Command::new(program).args(arguments).current_dir(root).output();
     let text = output.map(|output| String::from_utf8_lossy(&output.stdout).trim().to_owned());
     text.ok().filter(|text| !text.is_empty()).unwrap_or_else(|| format!("unknown ({program})"))
 }
 
-/// Cores, their name, and what else goes on.
+/// The number of cores, the processor's name, and the load average before the measurement.
 fn machine() -> String {
     let cores = std::thread::available_parallelism().map_or(0, usize::from);
     let info = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();

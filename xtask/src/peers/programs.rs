@@ -1,4 +1,4 @@
-//! How each series is run.
+//! The command that runs each series, and the times that it gives.
 
 use std::fs;
 use std::net::TcpListener;
@@ -17,24 +17,24 @@ pub(crate) struct Run<'a> {
     pub(crate) series: Series,
     pub(crate) collective: Collective,
     pub(crate) ranks: usize,
-    /// Bytes, with commas.
+    /// The sizes in bytes, separated by commas.
     pub(crate) sizes: &'a str,
-    /// Ours: compare every result with the oracle, when the clock has stopped. Peers' programs always do.
+    /// Whether our program checks every result, outside of the times that it measures. The programs of OpenMPI and Gloo always check theirs.
     pub(crate) check: bool,
     pub(crate) limit: Duration,
 }
 
-/// What a run gave: figures, and what went wrong. A program that failed half-way has given some.
+/// What a run gave: times, and what went wrong. A peer's program that failed half-way has given some times.
 #[derive(Debug, Default)]
 pub(crate) struct Ran {
     pub(crate) times: Vec<Time>,
-    /// Of [`Series::Wait`], in turns with those.
+    /// Only for [`Series::Await`]: the times of [`Series::Wait`], which the same program measures in turns with `times`.
     pub(crate) in_turns: Vec<Time>,
     pub(crate) failure: Option<String>,
 }
 
 impl Run<'_> {
-    /// Runs it; `scratch` is a folder of ours.
+    /// Runs the program. `scratch` is a temporary folder.
     pub(crate) fn go(&self, tools: &Tools, root: &Path, scratch: &Path) -> Ran {
         match self.try_to_go(tools, root, scratch) {
             Ok(ran) => ran,
@@ -74,7 +74,7 @@ impl Run<'_> {
             }
             Series::MpiShm | Series::MpiTcp => self.mpi(tools.mpi.as_ref()?),
             Series::Gloo => {
-                // Free now; nobody else is expected to want it.
+                // The port is free now, and is given up for Gloo: another program could take it before, which is unlikely.
                 let port = TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr());
                 let port = port.map_err(|error| format!("no free port: {error}"))?.port().to_string();
                 let mut command = Command::new(&tools.gloo.as_ref()?.python);
@@ -83,11 +83,11 @@ impl Run<'_> {
             }
             _ => {
                 let mut command = Command::new(&tools.ours);
-                // By the rules, as for who has no table.
+                // Algorithms are chosen by the built-in rules, as for a user without a tuning table.
                 command.env("ALLSTREAM_TUNING", "off");
                 command.args(["perf", self.collective.name(), "-N", &ranks, "--sizes", self.sizes]);
                 command.args(["-c", if self.check { "1" } else { "0" }, "-J"]).arg(json);
-                // As mpirun does by itself, as far as there is a core for each.
+                // Binds each rank to a core if there are enough cores, as mpirun does by default (for two ranks).
                 let cores = std::thread::available_parallelism().map_or(1, usize::from);
                 if self.ranks <= cores && self.series != Series::Threads {
                     command.args(["--bind-to", "core"]);
@@ -111,11 +111,11 @@ impl Run<'_> {
         if rustix::process::geteuid().is_root() {
             command.arg("--allow-run-as-root");
         }
-        // Ranks may outnumber cores. `ob1` is what takes these links, also where there is another network.
+        // Ranks may outnumber cores. `ob1` makes OpenMPI use the links named below, also on a machine with a faster network.
         command.args(["--oversubscribe", "--mca", "mpi_yield_when_idle", "1", "--mca", "pml", "ob1"]);
         let links = match self.series {
             Series::MpiTcp => &["--mca", "btl", "tcp,self", "--mca", "btl_tcp_if_include", "lo"][..],
-            // Its name since version 5.
+            // The name of the link over shared memory since version 5; it was `vader` before.
             _ if mpi.major() >= 5 => &["--mca", "btl", "sm,self"],
             _ => &["--mca", "btl", "vader,self"],
         };
@@ -133,7 +133,7 @@ impl Mpi {
     }
 }
 
-/// A folder for what programs write, gone when this is.
+/// A temporary folder for what programs write, removed on drop.
 pub(crate) struct Scratch(pub(crate) PathBuf);
 
 impl Scratch {

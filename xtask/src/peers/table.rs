@@ -7,23 +7,23 @@ use serde_json::{Value, json};
 use super::bars::{BARS, Comparison, PAIRS};
 use super::what::{Case, Collective, Figures, Form, Series};
 
-/// What stands around the figures.
+/// What the report says besides the figures.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct About {
-    /// Day and time (UTC), the machine, the commit, in words.
+    /// Day and time (UTC). The next two describe the machine and the commit.
     pub(crate) date: String,
     pub(crate) machine: String,
     pub(crate) commit: String,
-    /// The command that made it.
+    /// The command that made the report.
     pub(crate) command: String,
     pub(crate) rounds: usize,
-    /// Versions of the peers, or why one is left out.
+    /// For OpenMPI and for Gloo: the version, or why it is left out.
     pub(crate) peers: Vec<String>,
-    /// Programs that failed, and how.
+    /// The programs that failed, each with the reason.
     pub(crate) failures: Vec<String>,
 }
 
-/// All that can be compared.
+/// All comparisons: every case of every pair for which both series have a time.
 pub(crate) fn compare(figures: &Figures) -> Vec<Comparison> {
     let both = |case: Case| {
         PAIRS.into_iter().filter_map(move |pair| {
@@ -38,7 +38,7 @@ pub(crate) fn markdown(about: &About, figures: &Figures) -> String {
     let compared = compare(figures);
     let mut text = head(about);
     text += &summary(&compared);
-    // A section for each of these, a row for each size.
+    // A section for each collective, form and number of ranks; in its tables a row for each size.
     let sections: BTreeSet<(Collective, Form, usize)> =
         figures.cases().into_iter().map(|case| (case.collective, case.form, case.ranks)).collect();
     for section in sections {
@@ -76,7 +76,7 @@ fn head(about: &About) -> String {
     text
 }
 
-/// Each bar: how many rows pass, and the worst.
+/// A row for each bar: how many comparisons it is for, how many pass, and the worst.
 fn summary(compared: &[Comparison]) -> String {
     let mut text = String::from("\n| bar | at most | rows | pass | worst |\n|---|---|---|---|---|\n");
     for (index, bar) in BARS.iter().enumerate() {
@@ -99,7 +99,7 @@ fn summary(compared: &[Comparison]) -> String {
     text
 }
 
-/// The columns of a table: the times of each series once, and behind what a pair needs, the pair.
+/// A column of a table: the times of a series, which appear once, or a pair's comparison, which follows the times of both its series.
 enum Column {
     Time(Series),
     Pair(usize),
@@ -132,7 +132,7 @@ fn tables(section: (Collective, Form, usize), figures: &Figures, compared: &[Com
         let wanted = |pair: &usize| (PAIRS[*pair].0 == Series::Tcp) == tcp;
         let pairs: Vec<usize> = (0..PAIRS.len()).filter(wanted).filter(|pair| there(*pair)).collect();
         let mut columns = columns(&pairs);
-        // Figures of ours that nothing is there to compare with are shown, too.
+        // Our series are shown also where there is nothing to compare them with.
         for series in Series::ALL.into_iter().filter(|series| series.is_ours()) {
             let here = (series == Series::Tcp) == tcp;
             let alone = !columns.iter().any(|column| matches!(column, Column::Time(s) if *s == series));
@@ -174,7 +174,7 @@ fn tables(section: (Collective, Form, usize), figures: &Figures, compared: &[Com
     text
 }
 
-/// Three digits, about.
+/// Microseconds with about three digits.
 fn time(us: f64) -> String {
     match us {
         us if us < 10.0 => format!("{us:.2}"),

@@ -1,10 +1,10 @@
-//! What is measured, and the figures.
+//! What is measured (collectives, forms, links, series), and the measured times.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use clap::ValueEnum;
 
-/// A collective; its name is that of `allstream perf` and of the peers' programs.
+/// A collective. `allstream perf` and the peers' programs call it by the same name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, ValueEnum)]
 #[value(rename_all = "snake_case")]
 pub(crate) enum Collective {
@@ -32,7 +32,7 @@ impl Collective {
         Collective::value_variants().iter().copied().find(|collective| collective.name() == name)
     }
 
-    /// The forms that are compared. MPI's broadcast has one buffer; all_reduce is what training loops call, in place.
+    /// The forms that are compared. MPI's broadcast has only one buffer, and training loops call all_reduce in place: so these two are measured in place only.
     pub(crate) fn forms(self) -> &'static [Form] {
         match self {
             Collective::AllReduce | Collective::Broadcast => &[Form::InPlace],
@@ -41,7 +41,7 @@ impl Collective {
     }
 }
 
-/// Whether the result comes into the buffer of the input.
+/// Whether the result is written to the buffer of the input.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Form {
     OutOfPlace,
@@ -51,7 +51,7 @@ pub(crate) enum Form {
 impl Form {
     pub(crate) const ALL: [Form; 2] = [Form::OutOfPlace, Form::InPlace];
 
-    /// As the programs write it.
+    /// The form's name in the programs' output.
     pub(crate) fn name(self) -> &'static str {
         match self {
             Form::OutOfPlace => "out_of_place",
@@ -69,37 +69,37 @@ impl Form {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Link {
-    /// Ranks on one host by memory
+    /// Shared memory between ranks of one host
     Shm,
     /// Loopback TCP
     Tcp,
 }
 
-/// A program, in a certain way: a column of figures.
+/// A program that is measured, with certain options: a column of times in the table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Series {
-    /// Ours between processes, users' own buffers, `.wait()`.
+    /// Our ranks are processes, the buffers are the user's own, and each operation ends by `.wait()`.
     Shm,
     MpiShm,
-    /// As `Shm`, `.await` on a current-thread runtime.
+    /// As `Shm`, but with `.await` on a current-thread runtime.
     Await,
-    /// As `Shm`, in turns with those: what they are held against.
+    /// As `Shm`, measured in turns with `Await`, which is compared with it.
     Wait,
-    /// As `Shm`, buffers of `comm.alloc()`.
+    /// As `Shm`, but with buffers of `comm.alloc()`.
     Arena,
-    /// Ours between threads of one process.
+    /// Our ranks are threads of one process.
     Threads,
-    /// Reads every buffer once, writes every buffer once.
+    /// Only reads every rank's buffer once and writes every rank's buffer once: what memory allows at best.
     Memory,
     Tcp,
     MpiTcp,
-    /// The bytes of an all_reduce both ways over loopback, nothing else.
+    /// Each rank only sends and receives as many bytes as in an all_reduce, over loopback TCP.
     Exchange,
     Gloo,
 }
 
 impl Series {
-    /// In the order in which they run: what is compared stands side by side.
+    /// In the order in which they run in the first round: series that are compared follow each other.
     pub(crate) const ALL: [Series; 11] = [
         Series::Shm,
         Series::MpiShm,
@@ -139,7 +139,7 @@ impl Series {
         matches!(self, Series::MpiShm | Series::MpiTcp)
     }
 
-    /// Whether it is run for these links. Gloo, which has TCP only, is a measure for both.
+    /// Whether the series is run if these links are asked for. Gloo, which has TCP only, is run for either: both are compared with it.
     pub(crate) fn on(self, links: &[Link]) -> bool {
         let link = match self {
             Series::Gloo => return true,
@@ -149,31 +149,31 @@ impl Series {
         links.contains(&link)
     }
 
-    /// Whether it is run for this collective: variants, floors and Gloo are for all_reduce.
+    /// Whether the series is run for this collective. Only `shm`, `tcp` and OpenMPI's two are run for all collectives, the others only for all_reduce.
     pub(crate) fn times(self, collective: Collective) -> bool {
         let all = matches!(self, Series::Shm | Series::MpiShm | Series::Tcp | Series::MpiTcp);
         all || collective == Collective::AllReduce
     }
 }
 
-/// What one figure is of.
+/// What a time was measured for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Case {
     pub(crate) collective: Collective,
     pub(crate) form: Form,
     pub(crate) ranks: usize,
-    /// Of a rank's largest buffer.
+    /// The size of a rank's largest buffer.
     pub(crate) bytes: u64,
 }
 
-/// A time that a program gave.
+/// A time that a program printed or wrote.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Time {
     pub(crate) case: Case,
     pub(crate) us: f64,
 }
 
-/// All times, in microseconds, a list of rounds for each.
+/// All times in microseconds: for each case and series, a list with one time for each round.
 #[derive(Debug, Default)]
 pub(crate) struct Figures(BTreeMap<(Case, Series), Vec<f64>>);
 
@@ -195,7 +195,7 @@ impl Figures {
     }
 }
 
-/// The middle one, or the mean of the two in the middle.
+/// The middle value, or the mean of the two in the middle. `None`: there are no values.
 pub(crate) fn median(values: &[f64]) -> Option<f64> {
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);
