@@ -3,11 +3,11 @@
 //! What it promises:
 //! - Rank 0 inherits the listening socket of the rendezvous, so nobody else can take the port in between.
 //! - When a rank fails, the others are stopped after a time of grace, or work on, as `--on-failure` says; and the job may be started
-//!   anew. The exit code is a program's own where one has ended by itself.
-//! - No rank outlives the launcher, however the launcher ends, nor does what a rank has started: it is in the rank's session, it
-//!   carries the job's mark, and it is in the job's cgroup where the launcher may make one. If the launcher is killed, its guard sees to that. Of a job that has ended well, what has made a session for
-//!   itself may stay.
-//! - On other hosts an agent keeps the same promises, and takes the end of its connection for the launcher's.
+//!   anew. If the program of a rank has exited with a code other than 0, that is the launcher's exit code.
+//! - No rank outlives the launcher, however the launcher ends, nor does a process that a rank has started. Such processes are found by
+//!   the rank's session, by the job's mark in their environment, and by the job's cgroup where the launcher may make one. If the
+//!   launcher is killed, its guard kills them. After a job that has ended well, a process that has made its own session may live on.
+//! - On other hosts an agent keeps the same promises. If its connection to the launcher ends, the agent acts as if the launcher had ended.
 
 pub(crate) mod agent;
 pub(crate) mod bind;
@@ -50,9 +50,9 @@ use relay::{Source, Stream};
 use stdin::{Input, Stdin};
 use supervise::{Ended, Started, supervise};
 
-/// From one variable to the ranks: how often the job was started anew before.
+/// The variable that tells the ranks how often the job has been started anew.
 pub(crate) const RESTART: &str = "ALLSTREAM_RESTART";
-/// What other launchers set. We may run below one of them, and its idea of a rank is not ours.
+/// Variables of a launcher that this one may itself run under. The ranks must not see them: they describe the other launcher's ranks.
 const FOREIGN: [&str; 17] = [
     "ALLSTREAM_RENDEZVOUS_FD",
     "ALLSTREAM_PORT",
@@ -84,17 +84,17 @@ pub(crate) struct Job {
     pub(crate) args: Vec<OsString>,
     /// Relay the output line by line as `[rank] line`; otherwise ranks write to our stdout and stderr themselves.
     pub(crate) prefix: bool,
-    /// Which ranks have what comes to our stdin.
+    /// Which ranks read what comes to the launcher's stdin.
     pub(crate) stdin: Stdin,
-    /// Where a file for each rank with its output goes; needs `prefix`.
+    /// The directory for log files, one for each rank, with the rank's output; needs `prefix`.
     pub(crate) logs: Option<PathBuf>,
-    /// Variables to set besides those of the launcher, which win.
+    /// Variables to set for the ranks. Where the launcher sets one of the same name, the launcher's value wins.
     pub(crate) env: Vec<(OsString, OsString)>,
     /// What is done when a rank has failed.
     pub(crate) policy: Policy,
     /// How often the job is started anew after it has failed.
     pub(crate) restarts: u32,
-    /// Which cores they may run on.
+    /// Which cores each rank may run on.
     pub(crate) bind: Bind,
 }
 
@@ -111,11 +111,11 @@ pub(crate) enum OnFailure {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Policy {
     pub(crate) on_failure: OnFailure,
-    /// How long the other ranks may go on before they are stopped, to report by themselves what they saw.
+    /// How long the other ranks may run on before they are stopped, so that they can report what they saw.
     pub(crate) grace: Duration,
-    /// From the signal that tells them to end to SIGKILL.
+    /// The time from the signal that tells the ranks to end until SIGKILL.
     pub(crate) kill_after: Duration,
-    /// Ranks kept working are stopped, too, when fewer than these have not failed.
+    /// With [`OnFailure::Keep`]: the ranks are stopped when fewer than this number have not failed.
     pub(crate) min_ranks: usize,
 }
 
@@ -130,20 +130,20 @@ impl Default for Policy {
     }
 }
 
-/// What one host's ranks are in a world.
+/// The part of a world whose ranks run on one host.
 #[derive(Debug)]
 pub(crate) struct Part {
-    /// The host, for messages where there are several.
+    /// The host's name for messages; `None` if the job has one host only.
     pub(crate) host: Option<String>,
     /// The first of the ranks here.
     pub(crate) first: usize,
     /// Ranks on all hosts.
     pub(crate) size: usize,
-    /// Where the world meets.
+    /// Address and port of rank 0's rendezvous.
     pub(crate) address: String,
     pub(crate) port: u16,
     pub(crate) token: OsString,
-    /// Rank 0's, on its host.
+    /// The listening socket of the rendezvous, on rank 0's host.
     pub(crate) listener: Option<TcpListener>,
     /// The stdin of each rank here.
     inputs: Vec<Input>,
@@ -166,10 +166,10 @@ impl Default for Job {
     }
 }
 
-/// Runs a job of this host to its end, and again if it has failed and may be started anew. The exit code: of ranks that ended by
-/// themselves the first that is not 0 (the worst, if they were kept working); if there is none, 128 + the signal that killed the
-/// first rank; 128 + signal if SIGINT, SIGTERM or SIGHUP came to this process, which then waits for no rank for longer than
-/// [`Policy::kill_after`].
+/// Runs a job of this host to its end, and again if it has failed and may be started anew. The exit code is 128 + signal if SIGINT,
+/// SIGTERM or SIGHUP has ended the job: then this process waits for no rank for longer than [`Policy::kill_after`]. Else it is the first
+/// code other than 0 with which a rank exited by itself; with [`OnFailure::Keep`], the greatest code with which one did, also 0. If there
+/// is none, it is 128 + the signal that killed the first rank.
 ///
 /// # Errors
 /// The ranks could not be started; those that were are stopped.
@@ -177,7 +177,7 @@ pub(crate) fn run(job: Job) -> io::Result<Exit> {
     with_restarts(job, |job| run_watched(job, None, |_| Ok(())))
 }
 
-/// Runs a job once, and as often again as it may be; each time the ranks are told how often that was.
+/// Runs a job, and starts it anew after a failure up to `job.restarts` times. Each time the ranks are told how many restarts came before.
 fn with_restarts(mut job: Job, mut once: impl FnMut(&Job) -> io::Result<Ended>) -> io::Result<Exit> {
     let records = records::Records::of(&mut job);
     for restart in 0.. {
@@ -204,8 +204,8 @@ fn with_restarts(mut job: Job, mut once: impl FnMut(&Job) -> io::Result<Ended>) 
     Ok(Exit::FAILURE)
 }
 
-/// Runs a job once. `part`: what its ranks are in a world of several hosts; `also` gets what tells the launcher of events from
-/// elsewhere.
+/// Runs a job once. `part`: the ranks of this host in a world of several hosts. `also` is called with a sender through which other threads
+/// tell the launcher of events.
 fn run_watched(
     job: &Job,
     part: Option<Part>,
@@ -221,7 +221,7 @@ fn run_watched(
     })
 }
 
-/// Starts all ranks of this host. What was started is in `members`, also if a later one failed.
+/// Starts all ranks of this host. On an error, `members` has those that were started before it.
 fn start_all(
     job: &Job,
     part: Option<Part>,
@@ -236,7 +236,7 @@ fn start_all(
     let places = job.bind.places(job.ranks)?;
     let mut streams = Vec::new();
     let cgroup = guard.make_cgroup();
-    // Dropped when rank 0 has it: the port is to close when rank 0 ends.
+    // This process drops the socket once rank 0 has inherited it, so that the port closes when rank 0 ends.
     let mut listener = part.listener.take();
     let mut inputs = std::mem::take(&mut part.inputs).into_iter();
     for local in 0..job.ranks {
@@ -279,7 +279,7 @@ fn start_all(
     Ok(streams)
 }
 
-/// The world of a job that is on this host alone.
+/// The only part of a job that runs on this host alone.
 fn whole(job: &Job) -> io::Result<Part> {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
     Ok(Part {
@@ -312,9 +312,9 @@ fn command(job: &Job, part: &Part, local: usize) -> Command {
     command
 }
 
-/// Lets the child die with this thread, which waits for all of them; gives it a session of its own, the descriptors that it may have,
-/// the socket if there is one, a place to run, and the job's cgroup (the file that [`Cgroup::make`](cgroup::Cgroup::make) opened) if there
-/// is one.
+/// Prepares a child: the system kills it when this thread ends, which waits for all children. The child gets its own session, its limit of
+/// descriptors, the socket `inherit`, the cores `place`, and the job's cgroup (through the file that [`Cgroup::make`](cgroup::Cgroup::make)
+/// opened).
 fn survive_nobody(
     command: &mut Command,
     inherit: Option<&TcpListener>,
@@ -325,14 +325,14 @@ fn survive_nobody(
     let fd = inherit.map(AsRawFd::as_raw_fd);
     let cgroup = cgroup.map(AsRawFd::as_raw_fd);
     if let Some(fd) = fd {
-        // The child has it under the same number.
+        // The child has the socket under the same descriptor number.
         command.env("ALLSTREAM_RENDEZVOUS_FD", fd.to_string());
     }
     let descriptors = signals::take_descriptors();
     in_own_session(command);
     let in_child = move || {
         rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
-        // A launcher that died before that call sends nothing: then we have another parent already.
+        // If the launcher died before the call above, no signal comes: then this process has another parent already.
         if rustix::process::getppid() != Some(launcher) {
             return Err(rustix::io::Errno::SRCH.into());
         }
@@ -340,7 +340,7 @@ fn survive_nobody(
             // SAFETY: the caller keeps the file open until `spawn` returns, and the child has a copy of every descriptor under the same
             // number until it execs, so `cgroup` is open during this borrow.
             let cgroup = unsafe { BorrowedFd::borrow_raw(cgroup) };
-            // Where that is refused, the rank's session and its mark are what it is found by.
+            // If the system refuses this, the rank can still be found by its session and its mark.
             let _ = rustix::io::write(cgroup, b"0");
         }
         rustix::process::setrlimit(rustix::process::Resource::Nofile, descriptors)?;
@@ -362,10 +362,11 @@ fn survive_nobody(
     unsafe { command.pre_exec(in_child) };
 }
 
-/// Gives the child a session of its own, and so no terminal: nothing that is typed there, nor the terminal's end, signals it beside the
-/// launcher, and reading the terminal does not stop it as a process of the background.
+/// Gives the child its own session, and so no terminal: Ctrl-C or the terminal's end then signals only the launcher, not the child, and a
+/// read of the terminal does not stop the child as a background process.
 fn in_own_session(command: &mut Command) {
-    // SAFETY: as of every function between fork and exec: this one makes one system call (setsid), takes no lock and allocates nothing.
+    // SAFETY: between fork and exec only async-signal-safe work is allowed. The closure makes one system call (setsid), takes no lock and
+    // allocates nothing.
     unsafe {
         command.pre_exec(|| {
             rustix::process::setsid()?;
@@ -386,7 +387,7 @@ fn token(job: &Job) -> io::Result<OsString> {
     Ok(bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>().into())
 }
 
-/// How often a job was started anew before, as its ranks are told.
+/// How often the job has been started anew, from the variable that tells its ranks so.
 fn restart(job: &Job) -> u32 {
     let said = job.env.iter().rev().find(|(key, _)| key == RESTART);
     said.and_then(|(_, value)| value.to_str()?.parse().ok()).unwrap_or(0)

@@ -1,4 +1,4 @@
-//! What went wrong, on which rank, in which operation, expected and found, and what to do.
+//! Errors: what went wrong, on which rank and in which operation, what was expected and found, and what to do.
 
 use std::fmt;
 use std::path::Path;
@@ -19,23 +19,24 @@ use self::texts::{Disagreement, message_call, not_sent, timed_out};
 
 /// Why an operation, a connection or a call failed.
 ///
-/// The first cause that a group learns of is everyone's: a survivor of a crash names the rank that died,
-/// not the neighbour that went away because of it.
+/// All members of a group fail with the first cause that the group learns of: a survivor of a crash names the rank that
+/// died, not the neighbour that went away because of it.
 ///
-/// A rank in an error is a rank of the communicator that the error is about. In a group the text has its rank in the world
-/// beside it, `rank 0 (world rank 3)`, and [`world_rank`](Error::world_rank) gives that as a number.
+/// A rank in an error is a rank of the communicator that the error is about. In a group the text also has that member's rank
+/// in the world, `rank 0 (world rank 3)`, which [`world_rank`](Error::world_rank) gives as a number.
 #[derive(Clone, PartialEq, Serialize, Deserialize, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// A call that cannot be carried out as it is. Nothing was submitted; the buffer comes back.
+    /// A call that cannot be carried out as it is. If the call was refused, nothing was submitted, and the buffer comes back. `close`
+    /// also returns this where the ranks' calls do not match and no operation has noticed.
     #[error("{call}: {problem}")]
     Invalid {
         /// The call, for instance `all_reduce`.
         call: String,
-        /// Expected and found, and what to do.
+        /// What was expected and found, and what to do.
         problem: String,
     },
-    /// An operation was the oldest of its communicator for longer than its deadline. The group is aborted.
+    /// A collective was the oldest of its communicator, or a message was in progress, for longer than its deadline. The group is aborted.
     #[error("{} on {} timed out after {after:?}: {}{}", timed_out(.operation, .missing, .members), .members.rank(*.rank), Missing::list(.missing, .members, *.rank), .members.see_record())]
     Timeout {
         /// The operation.
@@ -44,7 +45,7 @@ pub enum Error {
         rank: Rank,
         /// The deadline.
         after: Duration,
-        /// The ranks it waited for, and what is known of them.
+        /// The ranks that the operation waited for, and what is known of them.
         missing: Vec<Missing>,
         /// The communicator's members.
         #[serde(skip)]
@@ -74,13 +75,13 @@ pub enum Error {
     /// A process of the group died or fell silent.
     #[error("{} was lost ({how}){}{}{}", .members.rank(*.rank), texts::needed(.operation, .waiting, *.rank, .members), texts::pending(.waiting, *.rank, .members), .members.see_record())]
     PeerLost {
-        /// The rank that was lost: the root cause, not an echo.
+        /// The rank that was lost first, and not a rank that went away because of that.
         rank: Rank,
         /// How it was noticed.
         how: Lost,
-        /// The operation in flight here.
+        /// The operation in flight on this rank, if there was one.
         operation: Option<Operation>,
-        /// Where that was a message with that rank, which has left: who waited for it.
+        /// If `operation` is a message with the lost rank, and that rank has left: the rank that waited for the message.
         waiting: Option<Box<Waiting>>,
         /// The communicator's members.
         #[serde(skip)]
@@ -117,14 +118,14 @@ pub enum Error {
         number: u64,
         /// The rank that noticed.
         rank: Rank,
-        /// What it had called.
+        /// What `rank` had called.
         ours: Signature,
         /// The rank that disagrees.
         peer: Rank,
-        /// What that rank had called.
+        /// What `peer` had called.
         theirs: Signature,
-        /// Of messages, where `rank` is the receiver and `peer` the sender: what else has come from there and was not received,
-        /// by tag, eight at most. [`Signature::root`] is the tag.
+        /// For a message, where `rank` is the receiver and `peer` the sender: the other messages that have come from `peer` and were
+        /// not received, by tag, eight at most. [`Signature::root`] is the tag.
         pending: Box<[Signature]>,
         /// The communicator's members.
         #[serde(skip)]
@@ -141,8 +142,8 @@ pub enum Error {
         #[serde(skip)]
         members: Members,
     },
-    /// As many calls of this rank's are unfinished as it keeps account of: 1,048,576 operations of a communicator, 64 agreements. The call
-    /// took no number: made again when some have finished, it takes the place in the order of calls that it would have had.
+    /// This rank has as many unfinished calls on the communicator as it may have: 1,048,576 operations, or 64 agreements. The call took no
+    /// number: if it is made again when some have finished, it takes the place in the order of calls that it would have had.
     #[error(
         "{call}: {limit} calls of this rank's on this communicator are unfinished, as many as are kept; await some of them, then make this one again"
     )]
@@ -161,7 +162,7 @@ pub enum Error {
     /// The group did not come together.
     #[error("rendezvous at {address} failed on rank {rank}: {problem}")]
     Rendezvous {
-        /// Where.
+        /// Where the ranks were to meet.
         address: String,
         /// The rank that gave up.
         rank: Rank,
@@ -171,12 +172,12 @@ pub enum Error {
     /// A peer could not prove that it belongs to the job, or speaks another version.
     #[error("connection with {peer} refused: {problem}")]
     Refused {
-        /// Who.
+        /// The peer, or its address.
         peer: String,
         /// Why, and what to do.
         problem: String,
     },
-    /// Something this needs is not on this machine.
+    /// Something that the call needs is not on this machine.
     #[error("{what} is not available: {problem}")]
     Unavailable {
         /// What is missing.
@@ -207,20 +208,20 @@ pub enum Error {
         /// The system's words.
         problem: String,
     },
-    /// The CUDA driver refused a call, or told with it how earlier work has ended.
+    /// A call of the CUDA driver failed, or reported that earlier work has failed.
     #[error("{doing} on CUDA device {device}: {call} answered {name} ({code}): {problem}{}", .members.see_record())]
     Cuda {
-        /// What was being done. Where an operation of a communicator failed of it, which rank did it comes first: `rank 1: run a collective`.
+        /// What was being done. If a communicator failed because of it, the rank that did it comes first: `rank 1: run a collective`.
         doing: String,
         /// The device's number in this process.
         device: usize,
         /// The driver's function.
         call: String,
-        /// What it answered, as a number.
+        /// What the driver answered, as a number.
         code: i32,
-        /// As a name.
+        /// The answer as a name.
         name: String,
-        /// What that means, and what to do.
+        /// What the answer means, and what to do.
         problem: String,
         /// The communicator's members.
         #[serde(skip)]
@@ -233,7 +234,7 @@ pub enum Error {
         library: String,
         /// The rank that noticed.
         rank: Rank,
-        /// What was called, what it answered, and what to do.
+        /// What was called, what the library answered, and what to do.
         problem: String,
         /// The communicator's members.
         #[serde(skip)]
@@ -252,7 +253,7 @@ pub enum Error {
     },
 }
 
-/// The text of `Display`: what `fn main() -> Result<(), Error>` prints is for a person.
+/// Writes the text of `Display`, since what `fn main() -> Result<(), Error>` prints is for a person.
 impl fmt::Debug for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Display::fmt(self, f)
@@ -270,7 +271,7 @@ pub enum Lost {
     Left,
 }
 
-/// An operation, for messages to people.
+/// An operation, as errors name it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Operation {
     /// The communicator.
@@ -288,7 +289,7 @@ pub struct Waiting {
     pub rank: Rank,
     /// Its call: `send` or `recv`.
     pub call: String,
-    /// Of `recv`: what had come from the other rank instead and was not received, eight at most. [`Signature::root`] is the tag.
+    /// For `recv`: the messages that had come from the other rank instead and were not received, eight at most. [`Signature::root`] is the tag.
     pub pending: Vec<Signature>,
 }
 
@@ -304,15 +305,15 @@ pub struct Missing {
 /// What is known of a rank that is waited for.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum MissingState {
-    /// It answers, and has not called this operation; its last was this number (none yet if `None`).
+    /// It answers, and has not called this operation. The number is that of its last operation; `None`: it has called none.
     NotCalled(Option<u64>),
     /// It answers, and waits in this operation as well.
     Waiting,
-    /// It has called this operation, and what its device is to do before is not done: its input is not there.
+    /// It has called this operation, and its device is late: the input is not there, or the results are not copied back.
     NotReady,
-    /// All ranks have called, and the library that takes the operation whole has not ended it there.
+    /// All ranks have called, and what carries the operation out on that rank has not ended it.
     NotEnded {
-        /// The library.
+        /// What carries it out, in words: a library, a device, or the device's driver.
         by: String,
     },
     /// It has not called the operation: it waits to receive a message on this communicator.
@@ -324,12 +325,12 @@ pub enum MissingState {
         /// The message. [`Signature::root`] is the tag.
         message: Signature,
     },
-    /// All ranks have called, and its device launches what libraries take whole in the order in which it was submitted there:
-    /// on another rank that may have been another order.
+    /// All ranks have called. But a device launches the operations that libraries take whole in the order in which its rank
+    /// submitted them, and another rank may have submitted them in another order.
     LaunchOrder {
         /// The operation that was submitted before or after this one.
         other: String,
-        /// Before.
+        /// Whether `other` was submitted before this operation.
         is_before: bool,
     },
     /// It does not answer on its control connection.
@@ -340,16 +341,16 @@ pub enum MissingState {
         direction: String,
         /// The tag of the message.
         tag: u32,
-        /// What has come from that rank instead and was not received, by tag, eight at most. [`Signature::root`] is the
-        /// tag.
+        /// The messages that have come from that rank instead and were not received, by tag, eight at most. [`Signature::root`]
+        /// is the tag.
         pending: Vec<Signature>,
-        /// What that rank has waited for meanwhile, to receive it from this one, which has not sent it: eight at most.
+        /// The messages that that rank meanwhile waits to receive from this one, which has not sent them: eight at most.
         awaited: Vec<Signature>,
     },
 }
 
 impl Missing {
-    /// `us`: the rank that waited.
+    /// The text for all of `missing`. `us`: the rank that waited.
     fn list(missing: &[Missing], members: &Members, us: Rank) -> String {
         if missing.is_empty() {
             return "waiting for its own input (a stream that `on` named has not reached this point)".into();
@@ -378,11 +379,11 @@ impl Missing {
             }
             MissingState::Waiting => "has called it and waits too".into(),
             MissingState::NotReady => "has called it, and its device has not come to it".into(),
-            MissingState::NotEnded { by } => format!("has given it to {by}, which has not ended it"),
+            MissingState::NotEnded { by } => format!("has given it to {by}, which has not finished it"),
             MissingState::LaunchOrder { other, is_before } => {
                 let order = if *is_before { "before" } else { "after" };
                 format!(
-                    "has called {other} {order} it, for the same device; all ranks must call both in one order"
+                    "has called {other} {order} it, on the same device; all ranks must call the two in the same order"
                 )
             }
             MissingState::NoAnswer => "does not answer".into(),
@@ -413,7 +414,7 @@ impl fmt::Display for Operation {
     }
 }
 
-/// The members of the communicator that an error is about, where it names ranks.
+/// The members of the communicator that an error is about, for an error that names ranks.
 macro_rules! members_of {
     ($error:expr) => {
         match $error {
@@ -441,7 +442,7 @@ impl Error {
         Error::System { doing: doing.into(), problem: problem.to_string() }
     }
 
-    /// The system refused a call: with the limit that was met, where it is one.
+    /// The system refused a call. If a limit was met, the text names the limit.
     pub(crate) fn os(doing: impl Into<String>, error: impl Into<std::io::Error>) -> Error {
         Error::system(doing, limits::explained(&error.into()))
     }
@@ -461,7 +462,7 @@ impl Error {
         Error::Protocol { peer, problem: problem.into(), members: Members::default() }
     }
 
-    /// A rank disagrees with a peer. `pending`: of messages, what else has come from that.
+    /// A rank disagrees with a peer. `pending`: for a message, the other messages that have come from the peer.
     pub(crate) fn mismatch(
         comm: String,
         number: u64,
@@ -473,7 +474,7 @@ impl Error {
         Error::Mismatch { comm, number, rank, ours, peer, theirs, pending, members }
     }
 
-    /// An operation has taken a rank longer than it may.
+    /// An operation has taken longer than it may on a rank.
     pub(crate) fn timeout(operation: Operation, rank: Rank, after: Duration, missing: Vec<Missing>) -> Error {
         Error::Timeout { operation, rank, after, missing, members: Members::default() }
     }
@@ -483,7 +484,7 @@ impl Error {
         Error::Library { library: library.into(), rank, problem: problem.into(), members: Members::default() }
     }
 
-    /// Makes it an error of the communicator of these members, unless it is another's already.
+    /// Makes this the error of the communicator with these members, unless it already is that of a communicator.
     pub(crate) fn among(mut self, of: &Members) -> Error {
         if let Some(members) = members_of!(&mut self) {
             members.become_known(of);
@@ -491,12 +492,12 @@ impl Error {
         self
     }
 
-    /// Whether a communicator has ended of it, or an operation of one.
+    /// Whether this is the error of a communicator, or of an operation of one ([`among`](Self::among)).
     pub(crate) fn is_of_a_communicator(&self) -> bool {
         members_of!(self).is_some_and(Members::are_known)
     }
 
-    /// The same, of what this rank has met itself: a device's error says which rank's it is.
+    /// The same as [`among`](Self::among), for an error that this rank has met itself: the text of a device's error then names the rank.
     pub(crate) fn of_rank(mut self, rank: Rank, of: &Members) -> Error {
         if let Error::Cuda { doing, members, .. } = &mut self
             && !members.are_known()
@@ -506,19 +507,19 @@ impl Error {
         self.among(of)
     }
 
-    /// The file to which this rank's flight recorder goes, of an error that has ended a communicator: what was under way on this rank.
-    /// It is written in the background, soon; none where it cannot be written. `allstream trace` reads the files of all ranks.
+    /// The file of this rank's flight recorder. When an error ends a communicator, a background thread soon writes there what was under way
+    /// on this rank. `None` if the error is of no communicator, or writing has failed. `allstream trace` reads the files of all ranks.
     pub fn record(&self) -> Option<&Path> {
         members_of!(self).and_then(Members::record)
     }
 
-    /// The rank in the world of a rank that this error names: in a group another number than the rank itself, which counts
-    /// the group's members. The same number where the error is about the world's own communicator, or about none.
+    /// The rank in the world of a rank that this error names. In a group the two differ, as ranks there count the group's
+    /// members. They are equal if the error is about the world's own communicator, or about none.
     pub fn world_rank(&self, rank: Rank) -> Rank {
         members_of!(self).map_or(rank, |members| members.world_rank(rank))
     }
 
-    /// Says what was being done in the caller's words, where a device failed at it.
+    /// In a device's error, says in the caller's words what was being done.
     pub(crate) fn doing(mut self, what: &str) -> Error {
         if let Error::Cuda { doing, .. } = &mut self {
             what.clone_into(doing);
@@ -526,8 +527,8 @@ impl Error {
         self
     }
 
-    /// Names the operation in flight here where the cause itself does not.
-    /// Of a rank that has left: who waited for a message with it, in which call, and what has come from there instead.
+    /// For the loss of a rank that has left: adds the rank that waited for a message with it, in which call, and the messages
+    /// that have come from the lost rank instead.
     pub(crate) fn for_message(mut self, (rank, call): (Rank, &str), pending: Vec<Signature>) -> Error {
         if let Error::PeerLost { waiting, .. } = &mut self {
             *waiting = Some(Box::new(Waiting { rank, call: call.to_owned(), pending }));
@@ -543,21 +544,21 @@ impl Error {
     }
 }
 
-/// How an operation ended, where it is handed on from hand to hand: small.
+/// How an operation ended. The error is boxed, so that the value is small where it is moved often.
 pub(crate) type Outcome = Result<(), Box<Error>>;
 
 /// A failed operation: the error, and the buffer if nothing can touch it any more.
 ///
 /// `?` turns it into [`Error`] where a function returns that.
 pub struct Failed<B> {
-    /// The buffer, its contents unspecified where a peer's data had begun to arrive. `None`: kept in
-    /// quarantine because something may still access it.
+    /// The buffer. Its contents are unspecified if a peer's data had begun to arrive. `None`: something may
+    /// still access the buffer, so it is kept in quarantine.
     pub buf: Option<B>,
     /// What went wrong.
     pub error: Error,
 }
 
-/// The text of `Display`, as of [`Error`].
+/// Writes the text of `Display`, as [`Error`] does.
 impl<B> fmt::Debug for Failed<B> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Display::fmt(self, f)

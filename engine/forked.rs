@@ -1,10 +1,10 @@
 //! Whether this process was forked from one that used the engine.
 //!
-//! Threads do not survive a fork, and the child shares with its parent what the engine works on: sockets, descriptors that
-//! wake, memory that peers see. So a child refuses every call, by name, and what it inherited does nothing when it is
-//! dropped: it closes descriptors of its own, and touches nothing else.
+//! Threads do not survive a fork, and the child shares with its parent what the engine works on: sockets, descriptors that wake threads, memory that
+//! peers see. So every call in the child fails with an error that names the fork. Values that the child has inherited only close its own copies of
+//! descriptors when they are dropped, and touch nothing else.
 //!
-//! The look is made at each call. It is one load: of a page that the system gives to a child empty.
+//! Each call checks this, by one load from a page that the system gives to a forked child empty.
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -14,9 +14,9 @@ use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 use crate::error::Error;
 
 struct Mark {
-    /// Not 0 in the process that made it, 0 in its children. None where the system has no such memory.
+    /// A word that is 1 in the process that made it, and 0 in its forked children. `None`: the system has no memory that a fork clears.
     page: Option<&'static AtomicU32>,
-    /// The process that made it.
+    /// The id of the process that made this mark, compared where there is no page.
     process: u32,
 }
 
@@ -24,14 +24,14 @@ static MARK: OnceLock<Mark> = OnceLock::new();
 
 const PAGE: usize = 4096;
 
-/// A word that a fork clears.
+/// Makes a word that is 1 here, and that a fork clears in the child.
 fn page() -> Option<&'static AtomicU32> {
     let access = ProtFlags::READ | ProtFlags::WRITE;
     // SAFETY: a fresh mapping at an address that the kernel chooses touches no existing memory.
     let at = unsafe { mmap_anonymous(std::ptr::null_mut(), PAGE, access, MapFlags::PRIVATE) }.ok()?;
-    // SAFETY: the page above, whole, which nobody else knows; the advice changes only what a child sees of it.
+    // SAFETY: this is the whole mapping from above, of which nobody else knows. The advice changes only what a forked child sees there.
     if unsafe { madvise(at, PAGE, Advice::LinuxWipeOnFork) }.is_err() {
-        // SAFETY: as above; nothing refers to it.
+        // SAFETY: the whole mapping from above; nothing refers to it.
         let _ = unsafe { munmap(at, PAGE) };
         return None;
     }
@@ -53,7 +53,7 @@ pub(crate) fn is_forked() -> bool {
 /// Remembers that this process uses the engine from here on.
 ///
 /// # Errors
-/// [`Error::Unavailable`] in a child of such a process.
+/// [`Error::Unavailable`] in a forked child of a process that used the engine.
 pub(crate) fn begin() -> Result<(), Error> {
     MARK.get_or_init(|| Mark { page: page(), process: std::process::id() });
     check()
@@ -65,7 +65,7 @@ pub(crate) fn check() -> Result<(), Error> {
     if is_forked() { Err(refusal()) } else { Ok(()) }
 }
 
-/// What is said in such a child.
+/// The error of every call in such a child.
 #[cold]
 pub(crate) fn refusal() -> Error {
     Error::Unavailable {

@@ -7,35 +7,35 @@
 //! ```
 //!
 //! A collective is submitted by the call, owns its buffer while it is in flight, and gives it back with the result.
-//! Ranks are threads of one process, processes of one host (shared memory), or hosts (TCP), mixed as they come.
+//! Ranks are threads of one process, processes of one host (shared memory), or processes of several hosts (RDMA or TCP), in any mix.
 //!
 //! - [`Comm`]: a rank's handle on a group, and the collectives; [`Comm::local`] makes a group in this process,
 //!   [`Comm::connect`] joins one that a launcher (`allstream run`, torchrun, mpirun, srun) has started. [`SharedComm`] is
 //!   the same through `&self`.
-//! - [`Call`]: a call with options: reduction, [`Function`], scale, algorithm, deadline, deterministic mode, a key by which equal calls are
-//!   told apart.
-//! - [`Work`]: a submitted operation: a future, on any runtime; `.wait()` blocks; dropping it lets it run on.
-//! - [`Buf`]: what can be sent: `Vec<T>`, `Box<[T]>`, [`HostBuf<T>`], any owner of [`HostMemory`], [`cuda::DeviceBuf`], and with the feature `ndarray` that crate's owned arrays. [`split`] cuts one into [`View`]s;
-//!   a [`BufList`] is several in one operation.
+//! - [`Call`]: a call with options: reduction, [`Function`], scale, algorithm, deadline, deterministic mode, a key that tells
+//!   otherwise equal calls apart.
+//! - [`Work`]: a submitted operation. It is a future for any runtime; `.wait()` blocks; if it is dropped, the operation still runs to its end.
+//! - [`Buf`]: what can be sent: `Vec<T>`, `Box<[T]>`, [`HostBuf<T>`], any owner of [`HostMemory`], [`cuda::DeviceBuf`], and with the
+//!   feature `ndarray` that crate's owned arrays. [`split`] cuts a buffer into [`View`]s; a [`BufList`] puts several buffers into one operation.
 //! - [`Comm::split`], [`Comm::subset`], [`Comm::mesh`]: groups from groups; [`Groups`] keeps them by name.
 //! - [`Node`]: several ranks of one process, one for each of its devices, called together.
-//! - [`HostStream`], [`Event`], [`Ordered`]: work in order beside the caller, and collectives ordered with it.
+//! - [`HostStream`], [`Event`], [`Ordered`]: streams of host jobs that run in order beside the caller, and collectives ordered with them.
 //! - [`cuda`]: memory, streams and events of CUDA devices, where there are any.
 //! - [`dlpack`]: tensors exchanged with other libraries.
-//! - [`Error`], [`Failed`]: which rank, which operation, expected and found; and the buffer, unless something may still
-//!   touch it. [`Comm::agree`]: one [`Verdict`] for all survivors.
+//! - [`Error`], [`Failed`]: which rank, which operation, what was expected and what was found; [`Failed`] also gives the buffer back,
+//!   unless something may still touch it. [`Comm::agree`]: one [`Verdict`] for all survivors.
 //! - [`train`]: gradients reduced in buckets while the backward pass still computes.
-//! - [`plan`]: the algorithms as data, and their checker; [`sim`]: how long they would take elsewhere.
+//! - [`plan`]: the algorithms as data, and their checker; [`sim`]: how long they would take on other machines.
 //!
 //! # What holds
-//! A call submits, polled or not. Every rank of a communicator makes the same calls in the same order; where they do not,
-//! all of them get an error that names both calls: what each called is compared (collective, counts, types, reduction, root,
-//! algorithm, [key](Call::key)), before any data is used. No wait is without a deadline, and a timeout ends the communicator.
+//! A call submits its operation at once, whether or not its future is polled. Every rank of a communicator makes the same calls in the
+//! same order. Before any data is used, the ranks compare their calls (collective, counts, types, reduction, root, algorithm,
+//! [key](Call::key)); if they differ, all ranks get an error that names both calls. Every wait has a deadline, and a timeout ends the communicator.
 //!
 //! # Numbers
 //! Element types and reductions are [`DType`] and [`ReduceOp`]; the rules for NaN, signed zero, overflow and rounding,
 //! the same on every path, are those of the crate `allstream-kernels`. All ranks get the same bits; in deterministic mode
-//! ([`Call::deterministic`]) they depend on the inputs and the number of ranks alone.
+//! ([`Call::deterministic`]) the bits depend on the inputs and the number of ranks alone.
 
 /// Collectives as plans, the choice among them, and their checker: the crate `allstream-plan`.
 pub use allstream_plan as plan;
@@ -64,8 +64,8 @@ struct Readme;
 
 /// CUDA devices: memory on them, streams, events, and copies that are futures.
 ///
-/// The driver (`libcuda`) is found when something here is first asked for, and never linked: the same program runs where
-/// there is none, and gets an [`Error::Unavailable`] that says which file was looked for. `ALLSTREAM_CUDA_LIBRARY` names
+/// The driver (`libcuda`) is loaded when something here is first used, and never linked. So the same program also runs where there is
+/// no driver, and gets an [`Error::Unavailable`] there that says which file was looked for. `ALLSTREAM_CUDA_LIBRARY` names
 /// another file.
 ///
 /// ```
@@ -92,19 +92,19 @@ pub mod cuda {
     };
 }
 
-/// RDMA: which network cards of this host can carry links to others, and what is missing.
+/// RDMA: which network cards of this host can carry links to other hosts, and what is missing.
 pub mod rdma {
     pub use crate::group::rdma::find;
     pub use crate::link::verbs::{PassedOver, Rdma, RdmaLayer, RdmaPort};
 }
 
-/// DLPack 1.x: buffers given to other libraries as tensors, and tensors of theirs taken as buffers. Nothing is copied.
+/// DLPack 1.x: buffers given to other libraries as tensors, and other libraries' tensors taken as buffers. Nothing is copied.
 ///
-/// [`export`](dlpack::export) takes any [`Buf`], of the host's or of a device's. [`Tensor`](dlpack::Tensor) takes what another
-/// library gives, by an unsafe function whose contract is the producer's; all else is checked. Both in the present form
-/// (`DLManagedTensorVersioned`) and in the older one (`DLManagedTensor`).
+/// [`export`](dlpack::export) takes any [`Buf`], in the host's memory or a device's. [`Tensor`](dlpack::Tensor) takes another library's
+/// tensor by an unsafe function: its caller promises that the producer keeps DLPack's contract; all else is checked. Both use the present
+/// form (`DLManagedTensorVersioned`) or the older one (`DLManagedTensor`).
 ///
-/// An element type has DLPack's code for it; `f8e4m3` and `f8e5m2` are `kDLFloat8_e4m3fn` and `kDLFloat8_e5m2` (1.1).
+/// Each element type has its code in DLPack; `f8e4m3` and `f8e5m2` are `kDLFloat8_e4m3fn` and `kDLFloat8_e5m2` (1.1).
 pub mod dlpack {
     pub use crate::mem::dlpack::{
         DL_CPU, DL_CUDA, DL_CUDA_HOST, DLDataType, DLDevice, DLManagedTensor, DLManagedTensorVersioned,

@@ -1,11 +1,11 @@
 //! The flight recorder: the last operations of each communicator, written as JSON when something fails.
 //!
-//! Failures come first: nobody waits for a file before all who are concerned know what has failed. The files are written
-//! by a thread of their own ([`writer`]).
+//! A failure is told before its file is written: no rank waits for a file before all ranks concerned know what has failed.
+//! A thread of its own writes the files ([`writer`]).
 //!
 //! `allstream trace` lays the files of all ranks side by side. Files go to `ALLSTREAM_TRACE_DIR`, or to `allstream-UID`
 //! (the user's number) in the system's directory for temporary files, where the files of old worlds are removed;
-//! `ALLSTREAM_TRACE_DIR=off` turns them off.
+//! with `ALLSTREAM_TRACE_DIR=off` no files are written.
 
 pub(crate) mod log;
 mod prune;
@@ -14,6 +14,8 @@ mod ticks;
 pub(crate) mod writer;
 
 use std::collections::VecDeque;
+use std::io::Write;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -28,10 +30,10 @@ use self::ticks::{Both, Tick};
 use crate::error::{Error, RecordFile, limits};
 use crate::types::{Algo, DType, Kind, Rank, Signature};
 
-/// Collectives, and messages, kept of each communicator.
+/// How many collectives, and how many messages, are kept of each communicator.
 const KEEP: usize = 256;
 
-/// Where an operation is.
+/// How far an operation is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum State {
@@ -51,7 +53,7 @@ struct Record {
     waiting: Vec<Rank>,
 }
 
-/// A message, as its sender or its receiver has called it.
+/// A message, as this rank has called it: its send or its receive.
 struct MessageRecord {
     /// `send` or `recv`.
     direction: &'static str,
@@ -66,15 +68,15 @@ struct MessageRecord {
 #[derive(Default)]
 struct Messages {
     records: VecDeque<MessageRecord>,
-    /// How many came before those.
+    /// How many older ones were dropped.
     gone: u64,
 }
 
-/// The last collectives of one communicator: a ring, in which each takes the place of one that is [`KEEP`] older.
+/// The last collectives of one communicator, in a ring: each overwrites the collective that was submitted [`KEEP`] calls before it.
 #[derive(Default)]
 struct Collectives {
     records: Vec<Record>,
-    /// The number of the first one of all. From there on numbers have no gaps.
+    /// The number of the first collective ever recorded. The numbers after it have no gaps.
     first: u64,
 }
 
@@ -97,7 +99,7 @@ pub(crate) struct Recorder {
     collectives: Mutex<Collectives>,
     messages: Mutex<Messages>,
     steps: Mutex<Steps>,
-    /// When it was made.
+    /// When the recorder was made.
     start: Both,
 }
 
@@ -112,7 +114,7 @@ impl Recorder {
         }
     }
 
-    /// Notes a message that is called now. The number by which [`message_finished`](Self::message_finished) finds it.
+    /// Notes a send or a receive that is called now. Returns the number by which [`message_finished`](Self::message_finished) finds it.
     pub(crate) fn message(
         &self,
         direction: &'static str,
@@ -136,7 +138,7 @@ impl Recorder {
         messages.gone + messages.records.len() as u64 - 1
     }
 
-    /// A message that this rank waits to receive, and from whom: the oldest of those that are kept.
+    /// The oldest recorded receive that has not finished: the rank that it is from, and its signature.
     pub(crate) fn awaited(&self) -> Option<(Rank, Signature)> {
         let messages = self.messages.lock();
         let waiting = messages.records.iter().find(|m| m.direction == "recv" && m.finished.is_none());
@@ -152,7 +154,7 @@ impl Recorder {
         }
     }
 
-    /// Notes an operation, submitted `now`; `has_begun`: and begun.
+    /// Notes a collective that was submitted at `now`. `has_begun`: it also began then.
     pub(crate) fn submitted(&self, number: u64, signature: Signature, (now, has_begun): (Instant, bool)) {
         let (started, state) = if has_begun { (Some(now), State::Running) } else { (None, State::Queued) };
         let mut collectives = self.collectives.lock();
@@ -161,7 +163,7 @@ impl Recorder {
         }
         let place = collectives.place(number);
         match collectives.records.get_mut(place) {
-            // In its place, as every operation pays for this; nothing is allocated either.
+            // Overwritten in place, without an allocation, as every operation pays for this.
             Some(record) => {
                 record.number = number;
                 record.signature = signature;
@@ -191,7 +193,7 @@ impl Recorder {
         self.collectives.lock().records.iter().map(|record| record.number).max()
     }
 
-    /// When an operation was submitted, began and had ended, if it has and is still known.
+    /// When an operation was submitted, when it began and when it ended. `None`: it has not ended, or is no longer on record.
     pub(crate) fn times(&self, number: u64) -> Option<(Instant, Instant, Instant)> {
         let time = self.start.times();
         let mut found = None;
@@ -209,7 +211,7 @@ impl Recorder {
         self.steps.lock().keep(step);
     }
 
-    /// What is written of the steps.
+    /// The steps, as they are written.
     pub(crate) fn steps(&self) -> Vec<StepOnRecord> {
         self.steps.lock().on_record(unix_times())
     }
@@ -236,8 +238,8 @@ impl Recorder {
         });
     }
 
-    /// An operation has ended. One that failed, failed because its communicator is dead: it is shown as it was at that time,
-    /// queued or running, since that tells why.
+    /// Notes that an operation has ended. An operation fails only because its communicator dies. Its state then stays as it was,
+    /// queued or running, since this helps to find the cause.
     pub(crate) fn finished(&self, number: u64, state: State) {
         self.with(number, |r| {
             if state == State::Done {
@@ -247,7 +249,7 @@ impl Recorder {
         });
     }
 
-    /// What is written of the operations, in a communicator of `ranks` ranks.
+    /// The operations of a communicator of `ranks` ranks, as they are written.
     pub(crate) fn snapshot(&self, ranks: usize) -> Vec<OperationRecord> {
         let (at, time) = (unix_times(), self.start.times());
         let collectives = self.collectives.lock();
@@ -266,7 +268,7 @@ impl Recorder {
         collectives.in_order().map(each).collect()
     }
 
-    /// What is written of the messages.
+    /// The messages, as they are written.
     pub(crate) fn messages(&self) -> Vec<MessageOnRecord> {
         let (at, time) = (unix_times(), self.start.times());
         let messages = self.messages.lock();
@@ -282,13 +284,13 @@ impl Recorder {
     }
 }
 
-/// By this host's clock, microseconds since 1970.
+/// Gives a function that converts a time to microseconds since 1970, by this host's clock.
 fn unix_times() -> impl Fn(Instant) -> f64 {
     let (now, unix) = (Instant::now(), unix_us());
     move |at| unix - (now - at).as_secs_f64() * 1e6
 }
 
-/// Bytes of a rank's largest buffer, by which `allstream perf` and the tuner's table name sizes. 0 where only a list's types tell.
+/// Bytes of a rank's largest buffer, as `allstream perf` and the tuner's table count them. 0 for a list: its signature has no element type.
 fn largest(signature: &Signature, ranks: usize) -> u64 {
     let element = DType::from_u8(signature.dtype).map_or(0, |dtype| dtype.size() as u64);
     let blocks = signature.collective().filter(|kind| kind.varies()).map_or(1, |_| ranks as u64);
@@ -342,7 +344,7 @@ pub(crate) struct CommRecord {
     pub(crate) steps: Vec<StepOnRecord>,
 }
 
-/// The first process that used something: threads do not survive a fork, and locks may be held for ever in the child.
+/// The first process that used something. A forked child must not use it: there the thread is gone, and locks may stay locked for ever.
 struct FirstProcess(AtomicU32);
 
 impl FirstProcess {
@@ -350,19 +352,19 @@ impl FirstProcess {
         FirstProcess(AtomicU32::new(0))
     }
 
-    /// Whether this process is another one, forked from the first. Where there was none, this one is it.
+    /// Whether this process was forked from the first. If there is no first one yet, this process becomes the first.
     fn is_another(&self) -> bool {
         let (here, first) = (std::process::id(), self.0.load(Ordering::Relaxed));
         first != here && self.0.compare_exchange(0, here, Ordering::Relaxed, Ordering::Relaxed).is_err()
     }
 }
 
-/// Where files go unless the environment says: a place of each user's own, as the directory for temporary files is everyone's.
+/// Where files go unless the environment names a directory. Each user has a place of its own, as all users share the temporary directory.
 fn default_directory() -> PathBuf {
     std::env::temp_dir().join(format!("allstream-{}", rustix::process::geteuid().as_raw()))
 }
 
-/// Where files go; none: nowhere.
+/// The directory that files go to. `None`: no files are written.
 pub(crate) fn directory() -> Option<PathBuf> {
     match std::env::var_os("ALLSTREAM_TRACE_DIR") {
         Some(off) if off == "off" => None,
@@ -371,7 +373,7 @@ pub(crate) fn directory() -> Option<PathBuf> {
     }
 }
 
-/// How this host's clock differs from rank 0's: what is to be added to a time here, and by how much that may be wrong.
+/// How this host's clock differs from that of rank 0's host: what to add to a time here, and by how much that may be wrong.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub(crate) struct ClockDifference {
     pub(crate) offset_us: f64,
@@ -389,7 +391,7 @@ pub(crate) struct RankPlace {
     pub(crate) size: usize,
     /// The host of each rank, numbered.
     pub(crate) hosts: Vec<u32>,
-    /// Of a host that is not rank 0's.
+    /// Only on a host that is not rank 0's.
     pub(crate) clock: Option<ClockDifference>,
 }
 
@@ -406,7 +408,7 @@ pub(crate) struct Recording {
     written_at_unix_ms: f64,
     cause: Option<String>,
     comms: Vec<CommRecord>,
-    /// Where this goes; none: nowhere.
+    /// The file that this goes to. `None`: it is not written.
     #[serde(skip)]
     file: Option<Arc<RecordFile>>,
 }
@@ -431,32 +433,55 @@ impl Recording {
         }
     }
 
-    /// Writes the file; where, if it is to go anywhere. No error names it where that fails.
+    /// Writes the file. Returns its path, or `None` if no file is to be written. If this fails, errors no longer name the file.
     ///
     /// # Errors
-    /// The system's, with the path.
+    /// The system's error, with the path.
     pub(crate) fn write(&self) -> Result<Option<PathBuf>, Error> {
         let Some(file) = &self.file else { return Ok(None) };
         let path = file.path();
-        // Whole or not at all: a reader may look meanwhile.
-        let part = path.with_extension("part");
         let doing = || format!("write the flight recorder {}", path.display());
         let text = serde_json::to_vec(self).unwrap_or_default();
         limits::check_file_size(text.len() as u64).map_err(|problem| {
             file.lose();
             Error::system(doing(), problem)
         })?;
-        std::fs::create_dir_all(path.parent().unwrap_or(Path::new("")))
-            .and_then(|()| std::fs::write(&part, text))
-            .and_then(|()| std::fs::rename(&part, path))
-            .map_err(|e| {
-                file.lose();
-                let _ = std::fs::remove_file(&part);
-                Error::os(doing(), e)
-            })?;
+        replace(path, &text).map_err(|e| {
+            file.lose();
+            Error::os(doing(), e)
+        })?;
         prune::once();
         Ok(Some(path.to_owned()))
     }
+}
+
+/// Writes a file under a name of its own, then renames it: whoever reads meanwhile sees the whole file or none, and several may write at once.
+fn replace(path: &Path, text: &[u8]) -> std::io::Result<()> {
+    let dir = path.parent().unwrap_or(Path::new(""));
+    if dir == default_directory() {
+        // Nobody else may put anything there. If it exists, whoever made it may be another user.
+        std::fs::DirBuilder::new().recursive(true).mode(0o700).create(dir)?;
+        belongs_to_us(dir)?;
+    } else {
+        std::fs::create_dir_all(dir)?;
+    }
+    let everybody = std::fs::Permissions::from_mode(0o666); // less what the process's umask takes away
+    let mut part = tempfile::Builder::new().suffix(".part").permissions(everybody).tempfile_in(dir)?;
+    part.write_all(text)?;
+    part.persist(path).map(drop).map_err(|failed| failed.error)
+}
+
+/// An error unless this is a directory of this user's. The temporary directory is open to all users, so another one may have made it, or a link.
+fn belongs_to_us(dir: &Path) -> std::io::Result<()> {
+    let about = std::fs::symlink_metadata(dir)?;
+    if about.is_dir() && about.uid() == rustix::process::geteuid().as_raw() {
+        return Ok(());
+    }
+    let problem = format!(
+        "{} is not a directory of this user's: remove it, or name another directory by ALLSTREAM_TRACE_DIR",
+        dir.display()
+    );
+    Err(std::io::Error::other(problem))
 }
 
 /// The name of the socket at which a process is asked for its flight recorders.
@@ -464,14 +489,15 @@ pub(crate) fn socket_of(pid: u32) -> String {
     format!("allstream-record-{pid}")
 }
 
-/// Where a rank's recorder is written; none: nowhere. Where this user cannot write, no error names the file.
+/// The file of a rank's recorder. `None`: it is not written. If this user cannot write there, errors do not name the file.
 pub(crate) fn file_of(world: &str, rank: Rank) -> Option<RecordFile> {
     let dir = directory()?;
     let file = RecordFile::new(dir.join(format!("{world}-rank{rank}.json")));
-    // Nothing is made before there is something to write.
+    // No directory is made before there is something to write, so the nearest one that exists is checked.
     let there = dir.ancestors().find(|dir| dir.exists()).unwrap_or(Path::new("."));
     let wanted = rustix::fs::Access::WRITE_OK | rustix::fs::Access::EXEC_OK;
-    if rustix::fs::access(there, wanted).is_err() {
+    let is_foreign = there == default_directory() && belongs_to_us(there).is_err();
+    if is_foreign || rustix::fs::access(there, wanted).is_err() {
         file.lose();
     }
     Some(file)

@@ -13,16 +13,16 @@ pub use allstream_kernels::{DType, Element, Function, ReduceOp, bf16, f8e4m3, f8
 use crate::plan::At;
 pub use crate::plan::{Algo, Kind, LinkClass, MOST_RANKS, Rank};
 
-/// A map that is iterated in the same order by every process that did the same with it: a story that is told again from its seed
-/// goes the same way.
+/// A hash map without a random seed: processes that make the same changes to it iterate over it in the same order. So a test story
+/// that runs again from its seed takes the same course.
 pub(crate) type Map<K, V> = HashMap<K, V, BuildHasherDefault<DefaultHasher>>;
 
 /// What a rank called, in the 24 bytes that travel with every frame: two ranks whose signatures differ
 /// are told so before any data is used.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 pub struct Signature {
-    /// Collective ([`Kind`]), with bit 7 set for its form with a count for each rank, and bit 6 where all ranks' devices run
-    /// it, bit 4 where a library takes it whole; or 100 for send/recv.
+    /// The collective ([`Kind`]), or 100 for send/recv. Bit 7 is set for a collective's form with a count for each rank, bit 6 if all
+    /// ranks' devices run the collective, bit 4 if a library (NCCL) carries out the whole call.
     pub kind: u8,
     /// [`DType`]; 255 for a list of several.
     pub dtype: u8,
@@ -33,26 +33,26 @@ pub struct Signature {
     pub algo: u8,
     /// The root's rank (0 where there is none); the tag of a message.
     pub root: u32,
-    /// Elements per rank, as the collective counts them; with a count for each rank, their sum, or (where a rank knows
-    /// its own alone) 0 in the call and the length of this very message in a frame.
+    /// Elements per rank, as the collective counts them. With a count for each rank: the sum of the counts; but in a call in which
+    /// a rank knows only its own counts, 0, and in such a call's frames the length of the frame's message.
     pub count: u64,
-    /// How often the communicator was re-created.
+    /// How many earlier communicators of the same members used this communicator's links: 0 for new links.
     pub generation: u32,
-    /// A digest of what the rest does not hold: the count of each rank, the lengths and types of a list, the name of a
-    /// user's function. 0 where there is nothing of the kind. With a key, its 32 low bits are combined with that by exclusive or, and
-    /// with them a digest of the others where one is set: keys below 2^32 are never taken for each other.
+    /// A digest of what the other fields do not hold: the count of each rank, the lengths and types of a list, the name of a
+    /// user's function. 0 if there is nothing of the kind. A call's key is combined with the digest by exclusive or: its low 32 bits
+    /// and, if a high bit is set, a digest of the high 32. So two keys below 2^32 are never taken for each other.
     pub detail: u32,
 }
 
-/// The ranges of the chunks of slots whose layout is [`Layout::Table`](crate::plan::Layout::Table).
+/// Which elements each chunk covers, in slots whose layout is [`Layout::Table`](crate::plan::Layout::Table).
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Tables {
-    /// By slot, then by chunk: elements.
+    /// The range of elements of each chunk, by slot, then by chunk.
     pub(crate) slots: [Vec<Range<usize>>; 3],
 }
 
 impl Tables {
-    /// Elements of a chunk.
+    /// How many elements a chunk has: 0 if it is not in the table.
     pub(crate) fn len_of(&self, at: At) -> usize {
         self.slots[usize::from(at.slot)].get(at.chunk as usize).map_or(0, Range::len)
     }
@@ -68,19 +68,20 @@ pub(crate) const FUNCTION: u8 = 254;
 pub(crate) const LIST: u8 = 255;
 /// Set in [`Signature::kind`] where each rank has a count of its own.
 pub(crate) const VARIED: u8 = 0x80;
-/// Set in [`Signature::kind`] where the ranks' devices run it.
+/// Set in [`Signature::kind`] where the ranks' devices run the collective.
 pub(crate) const ON_DEVICES: u8 = 0x40;
-/// Set in [`Signature::kind`] where a library takes it whole. (With bit 5 a kind could be taken for a message.)
+/// Set in [`Signature::kind`] where a library carries out the whole call. (With bit 5 instead, all_gather (4) with [`ON_DEVICES`]
+/// would be 100, the kind of a message.)
 pub(crate) const WHOLE: u8 = 0x10;
 
 /// Set in [`Signature::algo`] where the call has a key.
 const KEYED: u8 = 0x80;
 /// Set in [`Signature::algo`] where [`Signature::detail`] is that key, and nothing else.
 const IS_KEY: u8 = 0x40;
-/// What of [`Signature::algo`] tells of a key.
+/// The bits of [`Signature::algo`] that say whether there is a key.
 pub(crate) const KEY_BITS: u8 = KEYED | IS_KEY;
 
-/// One more number into a name that is as good as random: SplitMix64's finalizer.
+/// Mixes one more number into a hash, by the finalizer of SplitMix64: the result is as good as random.
 pub(crate) fn mix(x: u64, part: u64) -> u64 {
     let mut x = x.wrapping_add(part).wrapping_add(0x9e37_79b9_7f4a_7c15);
     x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -88,7 +89,7 @@ pub(crate) fn mix(x: u64, part: u64) -> u64 {
     x ^ (x >> 31)
 }
 
-/// Part of a digest: FNV-1a of 32 bits, never 0.
+/// The 32-bit FNV-1a hash of `bytes`, begun anew if `seed` is 0, else continued from the hash `seed`. Never 0.
 pub(crate) fn digest(seed: u32, bytes: impl IntoIterator<Item = u8>) -> u32 {
     let start = if seed == 0 { 0x811c_9dc5 } else { seed };
     bytes.into_iter().fold(start, |h, b| (h ^ u32::from(b)).wrapping_mul(0x0100_0193)).max(1)
@@ -106,7 +107,7 @@ impl Signature {
         self
     }
 
-    /// The collective; none of a message.
+    /// The collective; `None` for a message.
     pub(crate) fn collective(&self) -> Option<Kind> {
         Kind::from_u8(self.kind & !(VARIED | ON_DEVICES | WHOLE)).filter(|_| !self.is_message())
     }
@@ -116,7 +117,7 @@ impl Signature {
         Algo::from_u8(self.algo & !KEY_BITS)
     }
 
-    /// Whether it is of a send or a receive.
+    /// Whether this is the signature of a send or a receive.
     pub(crate) fn is_message(&self) -> bool {
         self.kind & !WHOLE == KIND_P2P
     }
@@ -132,14 +133,14 @@ impl Signature {
         format!("{dtype} x {}", self.count)
     }
 
-    /// Of a message: what its two halves must have in common beside the tag.
+    /// What the send and the receive of a message must have in common besides the tag, as text.
     pub(crate) fn content(&self) -> String {
         let whole =
             if self.kind & WHOLE == 0 { "" } else { ", whole (a library moves it from device to device)" };
         format!("{}{whole}{}", self.elements(), self.details())
     }
 
-    /// The key, and a digest of what else ranks must agree on.
+    /// The key, a digest of what else ranks must agree on, and the generation, as text: each only if there is one.
     fn details(&self) -> String {
         let detail = self.detail;
         let detail = match self.algo & KEY_BITS {

@@ -13,9 +13,9 @@ use super::driver::Problem;
 pub(crate) struct Answer {
     /// `yes`, `no`, or a figure with its unit.
     pub(crate) answer: String,
-    /// More of it, in a few words; may be empty.
+    /// Details of the answer, in a few words; may be empty.
     pub(crate) remark: String,
-    /// All figures that were found, by their names, which end with their units.
+    /// All figures that the probe measured. The key of each is a name that ends with the figure's unit.
     pub(crate) figures: BTreeMap<String, f64>,
 }
 
@@ -32,7 +32,7 @@ impl Answer {
         Answer::new("no", remark)
     }
 
-    /// The same, with another figure.
+    /// Adds a figure to the answer.
     pub(crate) fn with(mut self, name: impl Into<String>, figure: f64) -> Answer {
         self.figures.insert(name.into(), figure);
         self
@@ -44,7 +44,7 @@ impl Answer {
     }
 }
 
-/// How it went with a probe.
+/// What became of a probe.
 #[derive(Clone, Debug, Serialize)]
 #[serde(tag = "state", rename_all = "snake_case")]
 pub(crate) enum Outcome {
@@ -53,13 +53,13 @@ pub(crate) enum Outcome {
     NoAnswer {
         problem: String,
     },
-    /// There was no time left for it.
+    /// The probe was not run, as no time was left for it.
     NotAsked {
         reason: String,
     },
 }
 
-/// A probe, and how it went: a line of the output.
+/// A probe and its outcome: a line of the output.
 #[derive(Debug, Serialize)]
 pub(crate) struct Row {
     pub(crate) name: &'static str,
@@ -74,7 +74,7 @@ impl Row {
         matches!(self.outcome, Outcome::Answered(_))
     }
 
-    /// The answer, and what is to be remarked.
+    /// The texts of the columns for the answer and for the remark.
     fn cells(&self) -> (String, &str) {
         match &self.outcome {
             Outcome::Answered(answer) => (answer.answer.clone(), &answer.remark),
@@ -103,12 +103,12 @@ impl Row {
     }
 }
 
-/// A text for a cell of a table.
+/// Escapes a text for a cell of a Markdown table.
 fn escaped(text: &str) -> String {
     text.replace('|', "\\|").replace('\n', " ")
 }
 
-/// What a probe's process tells the one that asks.
+/// A message of a probe's process to the process that started it.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Told<'a> {
     /// The driver and the context are up.
@@ -117,12 +117,12 @@ pub(crate) enum Told<'a> {
     Step(&'a str),
     Answer(&'a str),
     Failed(&'a str),
-    /// There is nothing to ask: no driver, no device.
+    /// No probe can be run here: there is no driver, or no device.
     Nothing(&'a str),
 }
 
 impl Told<'_> {
-    /// What a line of the process's output says; `None` for what the driver prints.
+    /// Parses a line of the process's output; `None`: no message, but something that the driver has printed.
     pub(crate) fn read(line: &str) -> Option<Told<'_>> {
         let (word, text) = line.strip_prefix('@')?.split_once(' ').unwrap_or((&line[1..], ""));
         Some(match word {
@@ -136,14 +136,15 @@ impl Told<'_> {
     }
 }
 
-/// Tells the process that asks. It begins a line of its own, whatever the driver has printed. Nobody may be there to hear.
+/// Sends a message to the process that started this one. The message begins a new line, as the driver may have printed half a line. Errors
+/// are ignored: the other process may have ended.
 pub(crate) fn tell(word: &str, text: &str) {
     let mut stdout = io::stdout().lock();
     let _ = write!(stdout, "\n@{word} {}\n", text.replace('\n', " "));
     let _ = stdout.flush();
 }
 
-/// Says how far the probe has come: what is told last is shown where it hangs.
+/// Says how far the probe has come. If the probe then hangs, the last step is shown.
 pub(crate) fn step(text: &str) {
     tell("step", text);
 }
@@ -159,7 +160,7 @@ pub(crate) fn tell_answer(answer: &Result<Answer, Problem>) {
     }
 }
 
-/// The one in the middle; of none, 0.
+/// The median (of an even number, the greater of the two in the middle); 0 if there are no figures.
 pub(crate) fn median(figures: &mut [f64]) -> f64 {
     figures.sort_by(f64::total_cmp);
     figures.get(figures.len() / 2).copied().unwrap_or_default()
@@ -169,7 +170,7 @@ pub(crate) fn us(time: Duration) -> f64 {
     time.as_secs_f64() * 1e6
 }
 
-/// Microseconds in three digits or so.
+/// Shows a time, given in microseconds, with about three digits and a fitting unit.
 pub(crate) fn show_us(us: f64) -> String {
     match us {
         us if us >= 1000.0 => format!("{:.1} ms", us / 1e3),
@@ -179,7 +180,7 @@ pub(crate) fn show_us(us: f64) -> String {
     }
 }
 
-/// `a, b and c`; of none, `none`.
+/// `a, b and c`; `none` if the list is empty.
 pub(crate) fn listed(names: &[impl AsRef<str>]) -> String {
     let names: Vec<&str> = names.iter().map(AsRef::as_ref).collect();
     match names.split_last() {

@@ -1,4 +1,4 @@
-//! Machine code and PTX, and calls beside a capture.
+//! Probes of kernels as machine code and as PTX, and of driver calls while another thread captures a stream.
 
 use std::sync::mpsc::channel;
 use std::thread;
@@ -13,7 +13,7 @@ use allstream_sys::cuda::{
 use super::answer::{Answer, listed, show_us, step, us};
 use super::driver::{Gpu, Problem, code, launch, problem};
 
-/// For compiling PTX, which takes a driver tenths of a second for each module that it has not compiled before.
+/// No module is compiled from PTX any more after this time: a module that the driver has not compiled before takes tenths of a second.
 const COMPILING: Duration = Duration::from_millis(1500);
 const LEN: usize = 1000;
 
@@ -42,7 +42,7 @@ pub(crate) fn modules(gpu: &'static Gpu) -> Result<Answer, Problem> {
     }
     let ptx = us(start.elapsed());
     let all = Module::ALL.len();
-    // All are refused for one reason.
+    // If all modules are refused, the reason is the same for all: the first one's is told.
     let why = match refused.first() {
         Some(first) if refused.len() == all => format!(", as {first}"),
         _ if refused.is_empty() => String::new(),
@@ -66,15 +66,15 @@ pub(crate) fn modules(gpu: &'static Gpu) -> Result<Answer, Problem> {
         .with("ptx_us", ptx))
 }
 
-/// A sum of two, by a module that was loaded.
+/// The sums of two lists, computed by the kernel of a loaded module; as the bits of each value.
 fn sum(gpu: &'static Gpu, module: CuModule, a: &[f32], b: &[f32]) -> Result<Vec<u32>, Problem> {
     let bytes = LEN * size_of::<f32>();
     let (stream, host) = (gpu.stream()?, gpu.pinned(bytes)?);
     let [first, second, out] = [gpu.memory(bytes)?, gpu.memory(bytes)?, gpu.memory(bytes)?];
     for (values, to) in [(a, &first), (b, &second)] {
-        // SAFETY: so much room was given; nothing is under way that uses it.
+        // SAFETY: `values` has `LEN` elements, and `host` has room for them; no copy that uses `host` is in flight.
         unsafe { std::ptr::copy_nonoverlapping(values.as_ptr(), host.0.cast(), LEN) };
-        // SAFETY: both are so long, and stay until the process ends.
+        // SAFETY: both have `bytes` bytes, and are not freed before the process ends.
         unsafe { gpu.cuda.memcpy_htod_async(to.at, host.0, bytes, stream.raw()) }?;
         stream.synchronize()?;
     }
@@ -82,16 +82,16 @@ fn sum(gpu: &'static Gpu, module: CuModule, a: &[f32], b: &[f32]) -> Result<Vec<
         kernels::reduce(DType::F32, ReduceOp::Sum, &[first.at, second.at], &[out.at], LEN as u64, None, 4);
     let job = job.ok_or_else(|| problem("there is no kernel that sums f32 (a bug)"))?;
     let function = gpu.function(module, &job.kernel.name())?;
-    // SAFETY: the kernel's function, on memory of the device that is so long and stays.
+    // SAFETY: `function` is the kernel of `job`, which works on device memory of `LEN` values each, not freed before the process ends.
     unsafe { launch(&stream, function, &job) }?;
-    // SAFETY: as for the copies above.
+    // SAFETY: both have `bytes` bytes, and are not freed before the process ends.
     unsafe { gpu.cuda.memcpy_dtoh_async(host.0, out.at, bytes, stream.raw()) }?;
     stream.synchronize()?;
-    // SAFETY: so many values, which the copy has written, and which nobody writes any more.
+    // SAFETY: `host` has `LEN` values. The copy has written all of them, and nobody writes them any more.
     Ok(unsafe { std::slice::from_raw_parts(host.0.cast::<u32>(), LEN) }.to_vec())
 }
 
-/// One kernel by machine code, by PTX, and by the host.
+/// Whether one kernel gives the same bits from machine code, from PTX, and on the host.
 pub(crate) fn one_kernel(gpu: &'static Gpu) -> Result<Answer, Problem> {
     let a: Vec<f32> = (0..LEN).map(|i| (i as f32).sin() * 1e3).collect();
     let b: Vec<f32> = (0..LEN).map(|i| (i as f32).cos() / 3.0).collect();
@@ -113,10 +113,10 @@ pub(crate) fn one_kernel(gpu: &'static Gpu) -> Result<Answer, Problem> {
     Ok(Answer::yes_or_no(is_right(&machine) && is_right(&ptx), remark))
 }
 
-/// What is called beside a capture.
+/// A driver call that is made during a capture, and its name.
 type Call<'a> = (&'static str, Box<dyn Fn() -> Result<(), CudaError> + 'a>);
 
-/// Calls something while another thread captures a stream. What it answered, and whether the capture was valid in the end.
+/// Makes a call while another thread captures a stream. Returns the call's result, and whether the capture was still valid at its end.
 fn beside_a_capture(
     gpu: &'static Gpu,
     call: &dyn Fn() -> Result<(), CudaError>,
@@ -126,20 +126,20 @@ fn beside_a_capture(
     let (end, may_end) = channel::<()>();
     let capturing = thread::Builder::new().spawn(move || -> Result<bool, CudaError> {
         gpu.enter()?;
-        // SAFETY: the stream exists, and its capture is ended here, too.
+        // SAFETY: the stream exists, and this thread also ends the capture.
         unsafe { gpu.cuda.stream_begin_capture(stream.raw(), CU_STREAM_CAPTURE_MODE_GLOBAL) }?;
         let _ = begin.send(());
         let _ = may_end.recv();
         let mut graph = CuGraph::NULL;
-        // SAFETY: begun on this thread; the graph is written within the call.
+        // SAFETY: this thread has begun the capture; the driver writes `graph` within the call.
         match unsafe { gpu.cuda.stream_end_capture(stream.raw(), &raw mut graph) } {
-            // SAFETY: just given, and nobody uses it.
+            // SAFETY: the driver has just made the graph, and nobody uses it.
             Ok(()) => unsafe { gpu.cuda.graph_destroy(graph) }.map(|()| true),
             Err(error) if error.code == CuResult::STREAM_CAPTURE_INVALIDATED => Ok(false),
             Err(error) => Err(error),
         }
     })?;
-    // Where the capture fails, nobody says that it has begun.
+    // If the capture cannot begin, the sender is dropped, and `recv` fails.
     let answer = has_begun.recv().map(|()| call());
     let _ = end.send(());
     let valid = capturing.join().map_err(|_| problem("the thread that captures panicked"))??;

@@ -1,4 +1,4 @@
-//! What calls cost the host, and how fast the device copies.
+//! Probes of how long the host spends in driver calls, and how fast the device copies.
 
 use std::ffi::{c_int, c_uint, c_void};
 use std::sync::{Arc, Barrier};
@@ -9,15 +9,15 @@ use allstream_sys::cuda::{CU_STREAM_CAPTURE_MODE_RELAXED, CuStreamMemOp, CudaErr
 use super::answer::{Answer, listed, median, show_us, step, us};
 use super::driver::{Aside, Gpu, Problem, SmallKernel, Stream, problem};
 
-/// Calls that are timed together; then the stream is drained, so that it never fills.
+/// Calls that are timed together. After each batch the host waits for the stream, so that its queue never fills.
 const BATCH: usize = 10;
 const BATCHES: usize = 60;
-/// For one kind of call, at most.
+/// After this time no further batch of one kind of call begins, if two have been timed.
 const LIMIT: Duration = Duration::from_millis(80);
 /// Threads that launch at once.
 const THREADS: usize = 8;
 
-/// Microseconds of a call.
+/// Microseconds that a call takes: the median over the batches.
 fn time(stream: &Stream, mut call: impl FnMut() -> Result<(), CudaError>) -> Result<f64, Problem> {
     let (start, mut times) = (Instant::now(), Vec::new());
     for batch in 0..=BATCHES {
@@ -27,7 +27,7 @@ fn time(stream: &Stream, mut call: impl FnMut() -> Result<(), CudaError>) -> Res
         }
         let passed = us(begin.elapsed()) / BATCH as f64;
         stream.synchronize()?;
-        // What is loaded or made at first does not count.
+        // The first batch does not count: in it the driver loads code and makes what it keeps.
         if batch > 0 {
             times.push(passed);
         }
@@ -57,11 +57,11 @@ pub(crate) fn costs(gpu: &'static Gpu) -> Result<Answer, Problem> {
             "push and pop of the context",
             Box::new(|| {
                 gpu.enter()?;
-                // SAFETY: pops what was just pushed on this thread.
+                // SAFETY: pops the context that `enter` has just pushed on this thread.
                 unsafe { cuda.ctx_pop_current() }.map(drop)
             }),
         ),
-        // SAFETY: asks for what this thread has.
+        // SAFETY: only asks for this thread's current context.
         ("cuCtxGetCurrent", Box::new(|| unsafe { cuda.ctx_get_current() }.map(drop))),
         (
             "exchange of the capture mode",
@@ -117,7 +117,7 @@ pub(crate) fn costs(gpu: &'static Gpu) -> Result<Answer, Problem> {
     Ok(Answer::new(show_us(launch), remark).with_all(figures).with("launch of 8 threads_us", crowded))
 }
 
-/// Microseconds of a launch while several threads launch on a stream of their own each.
+/// Microseconds of a launch while [`THREADS`] threads launch at once, each on its own stream: the median over the threads.
 fn crowded(gpu: &'static Gpu) -> Result<f64, Problem> {
     let barrier = Arc::new(Barrier::new(THREADS));
     let threads = (0..THREADS).map(|_| {
@@ -141,12 +141,14 @@ fn launches(stream: &Stream, kernel: &SmallKernel) -> Result<f64, Problem> {
     time(stream, || stream.launch(kernel))
 }
 
-/// Copies of so many bytes at most, so often.
+/// The most bytes of a copy within the device.
 const ON_DEVICE: usize = 256 << 20;
+/// The most bytes of a copy between the device and the host.
 const TO_HOST: usize = 64 << 20;
+/// Timed copies of each kind; one that is not timed goes before.
 const ROUNDS: usize = 5;
 
-/// GB/s of copies, by events around each.
+/// GB/s of a copy, as events before and after it tell: the median over the rounds.
 fn rate(
     gpu: &'static Gpu,
     stream: &Stream,
@@ -174,18 +176,18 @@ pub(crate) fn copies(gpu: &'static Gpu) -> Result<Answer, Problem> {
     step("copies on the device");
     let (a, b) = (gpu.memory(bytes)?, gpu.memory(bytes)?);
     stream.fill(&a, 1, bytes)?;
-    // SAFETY: both are so long, and stay; nobody else uses them.
+    // SAFETY: both have `bytes` bytes and are not freed before the process ends; nobody else uses them.
     let device =
         rate(gpu, &stream, bytes, || unsafe { cuda.memcpy_dtod_async(b.at, a.at, bytes, stream.raw()) })?;
     step("pinning memory");
     let less = bytes.min(TO_HOST);
     let host = gpu.pinned(less)?;
     step("copies to the device");
-    // SAFETY: as above.
+    // SAFETY: both have at least `less` bytes, and are not freed before the process ends; nobody else uses them.
     let to =
         rate(gpu, &stream, less, || unsafe { cuda.memcpy_htod_async(a.at, host.0, less, stream.raw()) })?;
     step("copies to the host");
-    // SAFETY: as above.
+    // SAFETY: as in the copy before.
     let from =
         rate(gpu, &stream, less, || unsafe { cuda.memcpy_dtoh_async(host.0, b.at, less, stream.raw()) })?;
     let gib = |bytes: usize| bytes as f64 / f64::from(1 << 30);

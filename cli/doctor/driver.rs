@@ -1,7 +1,7 @@
-//! What probes need of the CUDA driver, by its own functions and nothing of the engine's.
+//! What probes need of the CUDA driver. It is called directly, without any code of the engine's.
 //!
-//! A probe is a process that ends with its answer. So contexts, words, and threads that may never come back out of the driver are left to
-//! that end: taking them back could wait for the very thing that a probe has blocked.
+//! A probe is a process that ends with its answer. So nobody frees contexts and words, or joins threads that may never return from the
+//! driver, before the process ends: that could wait for the very stream that a probe has blocked.
 
 use std::ffi::{CString, c_int, c_uint, c_void};
 use std::os::fd::BorrowedFd;
@@ -31,29 +31,29 @@ impl<E: std::error::Error> From<E> for Problem {
     }
 }
 
-/// A failure in words of the probe's own.
+/// A failure, described by the probe itself.
 pub(crate) fn problem(text: impl Into<String>) -> Problem {
     Problem(text.into())
 }
 
-/// A code of the driver's, in few words: `CUDA_ERROR_INVALID_CONTEXT (201) by cuEventQuery`.
+/// An error of the driver, in short: `CUDA_ERROR_INVALID_CONTEXT (201) by cuEventQuery`.
 pub(crate) fn code(error: &CudaError) -> String {
     format!("{} ({}) by {}", error.name, error.code.0, error.call)
 }
 
-/// The driver, or what is missing.
+/// The driver; if it cannot be loaded, the error says what is missing.
 pub(crate) fn cuda() -> Result<&'static Cuda, Problem> {
     Cuda::get().map_err(|missing: &Unavailable| problem(missing.to_string()))
 }
 
 /// The device with this number.
 pub(crate) fn device(cuda: &Cuda, ordinal: usize) -> Result<CuDevice, Problem> {
-    // SAFETY: asks for a number.
+    // SAFETY: only asks for the number of devices.
     let count = unsafe { cuda.device_get_count() }?;
     let index = i32::try_from(ordinal).ok().filter(|index| *index < count).ok_or_else(|| {
         problem(format!("there is no device {ordinal}, this process sees {count} (CUDA_VISIBLE_DEVICES)"))
     })?;
-    // SAFETY: the index is of a device.
+    // SAFETY: `index` is less than the number of devices.
     Ok(unsafe { cuda.device_get(index) }?)
 }
 
@@ -65,7 +65,7 @@ pub(crate) struct Gpu {
     pub(crate) major: u32,
 }
 
-/// Bytes between words: each has a line of the processor's caches for itself.
+/// Bytes from one word to the next: each word has a cache line to itself.
 const APART: usize = 64;
 
 impl Gpu {
@@ -73,10 +73,10 @@ impl Gpu {
     pub(crate) fn open(ordinal: usize) -> Result<&'static Gpu, Problem> {
         let cuda = cuda()?;
         let device = device(cuda, ordinal)?;
-        // SAFETY: the driver gave the device.
+        // SAFETY: `device` comes from the driver.
         let major =
             unsafe { cuda.device_get_attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device) }?;
-        // SAFETY: as above; never released.
+        // SAFETY: `device` comes from the driver; the context is never released.
         let context = unsafe { cuda.device_primary_ctx_retain(device) }?;
         let gpu = Gpu { cuda, context, major: major.unsigned_abs() };
         gpu.enter()?;
@@ -89,12 +89,12 @@ impl Gpu {
         unsafe { self.cuda.ctx_push_current(self.context) }
     }
 
-    /// As the engine makes the streams of buffers.
+    /// Makes a stream as the engine makes those of buffers: of priority 0.
     pub(crate) fn stream(&'static self) -> Result<Stream, CudaError> {
         self.stream_of_priority(0)
     }
 
-    /// As the engine makes the streams that collectives run on.
+    /// Makes a stream as the engine makes those that collectives run on: of the highest priority.
     pub(crate) fn urgent_stream(&'static self) -> Result<Stream, CudaError> {
         let (_least, greatest) = self.cuda.stream_priorities()?;
         self.stream_of_priority(greatest)
@@ -106,7 +106,7 @@ impl Gpu {
         Ok(Stream { gpu: self, raw })
     }
 
-    /// An event to be asked for, without a time.
+    /// An event that can be queried and waited for, and records no time.
     pub(crate) fn event(&'static self) -> Result<Event, CudaError> {
         self.event_of(CU_EVENT_DISABLE_TIMING)
     }
@@ -122,20 +122,20 @@ impl Gpu {
         self.words_with(CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP)
     }
 
-    /// The same, allocated with these flags.
+    /// `N` words, all 0, in pinned memory that is allocated with these flags.
     pub(crate) fn words_with<const N: usize>(&self, flags: c_uint) -> Result<[Word; N], CudaError> {
         let bytes = (N * APART).next_multiple_of(4096);
-        // SAFETY: in a context; never freed.
+        // SAFETY: this thread has a current context; the memory is never freed.
         let base = unsafe { self.cuda.mem_host_alloc(bytes, flags) }?;
-        // SAFETY: so many bytes were just given, and nobody uses them yet.
+        // SAFETY: `bytes` bytes were just allocated, and nobody uses them yet.
         unsafe { std::ptr::write_bytes(base.cast::<u8>(), 0, bytes) };
         // SAFETY: the memory was just allocated by the driver.
         let device = unsafe { self.cuda.mem_host_get_device_pointer(base, 0) }?;
-        // SAFETY: room for `N` words, aligned to a page, zeroed, and never freed.
+        // SAFETY: the memory has room for `N` words, is aligned to a page and zeroed, and is never freed.
         Ok(unsafe { words(base, device) })
     }
 
-    /// Words in memory that is registered with these flags: fresh memory of this process's, or `file`, which other processes map, too.
+    /// Words in memory that is registered with these flags: new memory of this process, or `file`, which other processes may map, too.
     pub(crate) fn registered_words<const N: usize>(
         &self,
         flags: c_uint,
@@ -147,39 +147,40 @@ impl Gpu {
         let base = match file {
             // SAFETY: a new mapping, at a place that the kernel chooses; never unmapped.
             Some(file) => unsafe { rustix::mm::mmap(null, bytes, rights, MapFlags::SHARED, file, 0) },
-            // SAFETY: as above.
+            // SAFETY: also a new mapping, at a place that the kernel chooses; never unmapped.
             None => unsafe { rustix::mm::mmap_anonymous(null, bytes, rights, MapFlags::PRIVATE) },
         }?;
-        // SAFETY: whole pages of this process's, which stay mapped.
+        // SAFETY: these are whole pages that this process has just mapped and never unmaps.
         unsafe { self.cuda.mem_host_register(base, bytes, flags) }?;
         // SAFETY: the memory was just registered.
         let device = unsafe { self.cuda.mem_host_get_device_pointer(base, 0) }?;
-        // SAFETY: room for `N` words, aligned to a page, never unmapped; whoever maps the file, too, uses it as such words.
+        // SAFETY: the memory has room for `N` words, is aligned to a page, and is never unmapped; other processes that map the file use it as
+        // such words, too.
         Ok(unsafe { words(base, device) })
     }
 
-    /// The same in a file, as the engine registers memory that processes share.
+    /// Words in a file, registered with the flags that the engine uses for memory that processes share.
     pub(crate) fn shared_words<const N: usize>(&self, file: BorrowedFd<'_>) -> Result<[Word; N], Problem> {
         let flags = CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP;
         self.registered_words(flags, Some(file))
     }
 
     pub(crate) fn memory(&'static self, bytes: usize) -> Result<Memory, CudaError> {
-        // SAFETY: in a context; freed by `free` alone.
+        // SAFETY: this thread has a current context; only `Memory::free` frees the memory.
         let at = unsafe { self.cuda.mem_alloc(bytes) }?;
         Ok(Memory { gpu: self, at, bytes })
     }
 
-    /// Pinned memory of the host's, never freed.
+    /// Pinned host memory, never freed.
     pub(crate) fn pinned(&self, bytes: usize) -> Result<Pinned, CudaError> {
-        // SAFETY: in a context.
+        // SAFETY: this thread has a current context.
         unsafe { self.cuda.mem_host_alloc(bytes, CU_MEMHOSTALLOC_PORTABLE) }.map(Pinned)
     }
 
     /// A module as machine code.
     pub(crate) fn load_machine_code(&self, module: Module) -> Result<CuModule, CudaError> {
         match module.machine_code(self.major) {
-            // SAFETY: a whole ELF file at an aligned address, which says itself how long it is.
+            // SAFETY: `code` is a whole ELF file at an aligned address; the file itself says how long it is.
             Some(code) => unsafe { self.cuda.module_load_data(code.as_ptr().cast()) },
             None => Err(CudaError {
                 call: "cuModuleLoadData",
@@ -193,7 +194,7 @@ impl Gpu {
     /// A module as PTX, which the driver compiles.
     pub(crate) fn load_ptx(&self, module: Module) -> Result<CuModule, Problem> {
         let text = CString::new(module.ptx())?;
-        // SAFETY: a text that ends in a zero byte.
+        // SAFETY: the text ends in a zero byte.
         Ok(unsafe { self.cuda.module_load_data(text.as_ptr().cast()) }?)
     }
 
@@ -220,17 +221,18 @@ impl Gpu {
 }
 
 /// # Safety
-/// At `base` is room for `N` words, `APART` bytes from each other, for ever; everybody uses it as atomic words only.
+/// The memory at `base` has room for `N` words that are `APART` bytes apart. It is aligned and never freed, and everybody uses it only as
+/// atomic words.
 unsafe fn words<const N: usize>(base: *mut c_void, device: CuDevicePtr) -> [Word; N] {
     let word = |i: usize| {
-        // SAFETY: within the room that the caller promises, aligned, for ever.
+        // SAFETY: the word lies within the memory that the caller promises: aligned, never freed, used as atomic words only.
         let host = unsafe { AtomicU32::from_ptr(base.byte_add(i * APART).cast()) };
         Word { host, device: device + (i * APART) as u64 }
     };
     std::array::from_fn(word)
 }
 
-/// A word of the host's memory that streams wait for and write. It stays until the process ends.
+/// A word of host memory that streams wait for and write. It is not freed before the process ends.
 #[derive(Clone, Copy)]
 pub(crate) struct Word {
     host: &'static AtomicU32,
@@ -238,19 +240,19 @@ pub(crate) struct Word {
 }
 
 impl Word {
-    /// More than any value that a stream waits for.
+    /// More than any value that a stream waits for: stored in a word, it releases every stream that waits for the word.
     pub(crate) const OPEN: u32 = i32::MAX as u32;
 
     pub(crate) fn get(self) -> u32 {
         self.host.load(Ordering::Acquire)
     }
 
-    /// The host stores it; the driver has no part in that.
+    /// Stores a value from the host, without a call of the driver.
     pub(crate) fn set(self, value: u32) {
         self.host.store(value, Ordering::Release);
     }
 
-    /// Waits until it shows as much; an error if it soon does not.
+    /// Waits until the word has this value or more; an error if it has not after one second.
     pub(crate) fn reach(self, value: u32, what: &str) -> Result<(), Problem> {
         const LIMIT: Duration = Duration::from_secs(1);
         if soon(LIMIT, || self.get() >= value) {
@@ -260,7 +262,7 @@ impl Word {
     }
 }
 
-/// A word that streams are blocked by. Whatever happens to the probe, in the end the host releases them.
+/// A word that streams wait for. When this value is dropped, also by an error or a panic of the probe, the host releases them.
 pub(crate) struct Gate(pub(crate) Word);
 
 impl Drop for Gate {
@@ -269,7 +271,7 @@ impl Drop for Gate {
     }
 }
 
-/// Asks until it is so: at first without giving the processor away, later asleep in between.
+/// Asks until `is_so` returns `true` or the time is over. Between two questions this thread spins at first, then yields, then sleeps.
 pub(crate) fn soon(limit: Duration, mut is_so: impl FnMut() -> bool) -> bool {
     const SPIN: Duration = Duration::from_micros(200);
     const YIELD: Duration = Duration::from_millis(5);
@@ -287,7 +289,7 @@ pub(crate) fn soon(limit: Duration, mut is_so: impl FnMut() -> bool) -> bool {
     }
 }
 
-/// A stream. It stays unless `destroy` is called.
+/// A stream. Only `destroy` destroys it: dropping this value does not.
 pub(crate) struct Stream {
     pub(crate) gpu: &'static Gpu,
     raw: CuStream,
@@ -299,7 +301,7 @@ impl Stream {
         self.raw
     }
 
-    /// What comes after waits until the word shows this value or more.
+    /// Work that is put on the stream after this waits until the word has this value or more.
     pub(crate) fn wait(&self, word: Word, value: u32) -> Result<(), CudaError> {
         // SAFETY: the stream exists, and the word stays until the process ends.
         unsafe { self.gpu.cuda.stream_wait_value32(self.raw, word.device, value, CU_STREAM_WAIT_VALUE_GEQ) }
@@ -310,9 +312,10 @@ impl Stream {
         unsafe { self.gpu.cuda.stream_write_value32(self.raw, word.device, value, 0) }
     }
 
-    /// These waits and writes of words, with one call. The driver must have it.
+    /// Puts these waits and writes of words on the stream, with one call. The driver must have `cuStreamBatchMemOp`.
     pub(crate) fn put(&self, list: &mut [CuStreamMemOp]) -> Result<(), CudaError> {
-        // SAFETY: the stream exists, and the words stay until the process ends; the driver reads so many elements within the call.
+        // SAFETY: the stream exists, and the words stay until the process ends; the driver reads the list's
+        // elements within the call.
         unsafe { self.gpu.cuda.stream_batch_mem_op(self.raw, list.len() as u32, list.as_mut_ptr(), 0) }
     }
 
@@ -326,7 +329,7 @@ impl Stream {
         unsafe { self.gpu.cuda.stream_wait_event(self.raw, event.raw, 0) }
     }
 
-    /// Whether all that is on it is done.
+    /// Whether all work on the stream is done.
     pub(crate) fn is_done(&self) -> Result<bool, CudaError> {
         // SAFETY: the stream exists.
         done(unsafe { self.gpu.cuda.stream_query(self.raw) })
@@ -339,16 +342,16 @@ impl Stream {
 
     pub(crate) fn fill(&self, memory: &Memory, byte: u8, bytes: usize) -> Result<(), CudaError> {
         let bytes = bytes.min(memory.bytes);
-        // SAFETY: within memory that is not freed while work on it is queued (`Memory::free`).
+        // SAFETY: `bytes` is no more than the memory has, which is not freed while work on it is queued (`Memory::free`).
         unsafe { self.gpu.cuda.memset_d8_async(memory.at, byte, bytes, self.raw) }
     }
 
     pub(crate) fn launch(&self, kernel: &SmallKernel) -> Result<(), CudaError> {
-        // SAFETY: the kernel's own memory, which stays until the process ends.
+        // SAFETY: the kernel works on the memory that `kernel` owns, which is not freed before the process ends.
         unsafe { launch(self, kernel.function, &kernel.launch) }
     }
 
-    /// What is on it is still done.
+    /// Destroys the stream. Work that is on it still runs to its end.
     pub(crate) fn destroy(self) -> Result<(), CudaError> {
         // SAFETY: made by `stream_of_priority`, and nobody has it any more.
         unsafe { self.gpu.cuda.stream_destroy(self.raw) }
@@ -358,11 +361,11 @@ impl Stream {
 /// Puts a kernel on a stream.
 ///
 /// # Safety
-/// The function is the kernel of this launch, and what it reads and writes is memory of this context that stays until it is over.
+/// `function` is the kernel of `launch`. The memory that it reads and writes belongs to this context, and is not freed before the kernel ends.
 pub(crate) unsafe fn launch(stream: &Stream, function: CuFunction, launch: &Launch) -> Result<(), CudaError> {
     let mut arguments = [launch.arguments.address().cast_mut().cast::<c_void>()];
-    // SAFETY: the function takes one parameter of the type that is there, which the driver copies within the call; the rest is the
-    // caller's promise.
+    // SAFETY: the function takes one parameter, of the type of `launch.arguments`, which the driver copies within the call; the caller
+    // promises the rest.
     unsafe {
         stream.gpu.cuda.launch_kernel(
             function,
@@ -380,7 +383,7 @@ pub(crate) unsafe fn launch(stream: &Stream, function: CuFunction, launch: &Laun
     }
 }
 
-/// An event. It stays unless `destroy` is called.
+/// An event. Only `destroy` destroys it: dropping this value does not.
 pub(crate) struct Event {
     gpu: &'static Gpu,
     raw: CuEvent,
@@ -409,7 +412,7 @@ impl Event {
     }
 }
 
-/// An answer to whether something is done.
+/// Turns the driver's answer to a query into whether the work is done.
 fn done(answer: Result<(), CudaError>) -> Result<bool, CudaError> {
     match answer {
         Ok(()) => Ok(true),
@@ -418,7 +421,7 @@ fn done(answer: Result<(), CudaError>) -> Result<bool, CudaError> {
     }
 }
 
-/// Memory of the device. It stays unless `free` is called.
+/// Device memory. Only `free` frees it: dropping this value does not.
 pub(crate) struct Memory {
     gpu: &'static Gpu,
     pub(crate) at: CuDevicePtr,
@@ -426,15 +429,15 @@ pub(crate) struct Memory {
 }
 
 impl Memory {
-    /// Nothing that is queued may still use it.
+    /// Frees the memory. No queued work may still use it.
     pub(crate) fn free(self) -> Result<(), CudaError> {
-        // SAFETY: made by `Gpu::memory`, and nobody has it any more. Were work on it still queued, the driver would wait for that, or the
-        // work would fail on the device: the host's memory has no part in it.
+        // SAFETY: made by `Gpu::memory`, and nobody has it any more. If work on it were still queued, the driver would wait for the work, or
+        // the work would fail on the device: host memory is in no danger.
         unsafe { self.gpu.cuda.mem_free(self.at) }
     }
 }
 
-/// Pinned memory of the host's.
+/// Pinned host memory.
 pub(crate) struct Pinned(pub(crate) *mut c_void);
 
 /// A kernel of ours that copies four bytes, and its memory.
@@ -444,7 +447,7 @@ pub(crate) struct SmallKernel {
     _memory: Memory,
 }
 
-/// A call on a thread of its own, which has the context: it may never come back.
+/// A call on its own thread, in which the context is current. The call may never return.
 pub(crate) struct Aside<T> {
     go: Sender<()>,
     began: Receiver<()>,
@@ -452,7 +455,7 @@ pub(crate) struct Aside<T> {
 }
 
 impl<T: Send + 'static> Aside<T> {
-    /// The thread, in the context: the call begins with `go`.
+    /// Starts the thread, and makes the context current there. The call begins with `go`.
     pub(crate) fn new(
         gpu: &'static Gpu,
         call: impl FnOnce() -> T + Send + 'static,
@@ -474,14 +477,14 @@ impl<T: Send + 'static> Aside<T> {
         Ok(Aside { go, began, ended })
     }
 
-    /// Begins the call.
+    /// Begins the call: returns when the thread is about to make it.
     pub(crate) fn go(&self) -> Result<(), Problem> {
         self.go.send(())?;
         self.began.recv()?;
         Ok(())
     }
 
-    /// What the call gave, and how long it took, if it ends within this time from now.
+    /// What the call returned, and how long it took; `None` if the call does not end within this time from now.
     pub(crate) fn within(&self, limit: Duration) -> Option<(T, Duration)> {
         self.ended.recv_timeout(limit).ok()
     }

@@ -1,4 +1,4 @@
-//! Probes as processes: asked by one that waits no longer than it said, and their second processes.
+//! Runs each probe as a process, and waits for its answer no longer than a time limit; and the second process that some probes start.
 
 use std::ffi::OsString;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -24,7 +24,7 @@ const LEAVING: Duration = Duration::from_secs(1);
 pub(crate) struct Ask<'a> {
     pub(crate) name: &'a str,
     pub(crate) device: usize,
-    /// Variables that are set for it alone.
+    /// Environment variables that are set for this probe alone.
     pub(crate) variables: &'a [(&'a str, OsString)],
 }
 
@@ -34,13 +34,13 @@ impl<'a> Ask<'a> {
     }
 }
 
-/// What came of asking.
+/// What came of running a probe.
 pub(crate) enum Said {
-    /// What the process said, and how it ended where it did not end well.
+    /// The answer; and if the process then did not exit with code 0, how it ended.
     Answer { text: String, end: Option<String> },
-    /// It failed, hung, or ended without a word.
+    /// The probe failed, hung, or ended without an answer.
     NoAnswer(String),
-    /// There is nothing to ask.
+    /// No probe can be run here: there is no driver, or no device.
     Nothing(String),
 }
 
@@ -51,10 +51,10 @@ fn command(name: &str, device: usize) -> Result<Command, Problem> {
     Ok(command)
 }
 
-/// The lines of a process, as they come; the sender is gone when there are no more.
+/// The lines that a process writes, as they come. The channel is disconnected at the end of the output.
 fn lines(from: impl Read + Send + 'static) -> Result<Receiver<String>, Problem> {
     let (send, receive) = channel();
-    // It ends with the output. Whoever keeps that open for ever keeps a thread that nobody waits for.
+    // The thread ends with the output. If a process keeps the output open for ever, the thread stays, but nobody waits for it.
     thread::Builder::new().spawn(move || {
         for line in BufReader::new(from).split(b'\n').map_while(Result::ok) {
             if send.send(String::from_utf8_lossy(&line).into_owned()).is_err() {
@@ -65,7 +65,7 @@ fn lines(from: impl Read + Send + 'static) -> Result<Receiver<String>, Problem> 
     Ok(receive)
 }
 
-/// A probe's process, and those that it has started: they end with this.
+/// A probe's process, and those that it has started, all in one process group. All are killed when this is dropped.
 struct Group(Child);
 
 impl Drop for Group {
@@ -73,12 +73,12 @@ impl Drop for Group {
         if let Some(group) = i32::try_from(self.0.id()).ok().and_then(Pid::from_raw) {
             let _ = kill_process_group(group, Signal::KILL);
         }
-        // A process that is stuck in the kernel's part of the driver does not end, and nobody waits for it.
+        // A process that is stuck in the driver's kernel module does not end; it is not waited for any longer than this.
         let _ = ended(&mut self.0, LEAVING);
     }
 }
 
-/// How a process has ended, if it does within this time.
+/// How a process ended; `None` if it does not end within this time.
 pub(crate) fn ended(child: &mut Child, limit: Duration) -> Option<ExitStatus> {
     let end = Instant::now() + limit;
     loop {
@@ -98,7 +98,7 @@ fn told_end(status: ExitStatus) -> String {
     }
 }
 
-/// Asks a probe, and waits for its answer, at most until `end`.
+/// Starts a probe's process, and waits for its answer, at most until `end`.
 pub(crate) fn ask(ask: &Ask<'_>, end: Instant) -> Said {
     let started = || -> Result<(Group, Receiver<String>), Problem> {
         let mut command = command(ask.name, ask.device)?;
@@ -159,7 +159,7 @@ fn listen(group: &mut Group, lines: &Receiver<String>, end: Instant) -> Said {
     }
 }
 
-/// The second process of a probe, in the probe's group.
+/// The second process of a probe, in the process group of the first.
 pub(crate) struct Second {
     child: Child,
     input: Option<ChildStdin>,
@@ -180,13 +180,13 @@ impl Second {
         self.until(UP, "the second process to come up", |told| *told == Told::Ready)?.map_err(Problem)
     }
 
-    /// Gives it a line.
+    /// Writes a line to the process's stdin.
     pub(crate) fn give(&mut self, line: &str) -> Result<(), Problem> {
         let input = self.input.as_mut().ok_or_else(|| problem("the second process has no input"))?;
         Ok(writeln!(input, "{line}")?)
     }
 
-    /// Waits until it says this step; within: what it failed with.
+    /// Waits until the process says this step. The inner error: the process says that it failed, and why.
     pub(crate) fn reaches(&self, step: &str) -> Result<Result<(), String>, Problem> {
         step_of_ours(&format!("waiting for the second process: {step}"));
         self.until(Duration::from_secs(2), step, |told| *told == Told::Step(step))
@@ -214,7 +214,7 @@ impl Second {
         )))
     }
 
-    /// Closes its input, by which it knows that it is no longer needed, and waits a while for its end.
+    /// Closes the process's stdin, which tells it that it is no longer needed, and waits a moment for its end.
     pub(crate) fn end(mut self) {
         drop(self.input.take());
         let _ = ended(&mut self.child, Duration::from_millis(300));
@@ -228,7 +228,7 @@ impl Drop for Second {
     }
 }
 
-/// The line that the first process gave this one, the second.
+/// In the second process: reads the line that the first process writes to this one's stdin.
 pub(crate) fn given() -> Result<String, Problem> {
     let mut line = String::new();
     std::io::stdin().lock().read_line(&mut line)?;

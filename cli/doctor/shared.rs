@@ -62,7 +62,7 @@ pub(crate) fn ipc_second(gpu: &'static Gpu) -> Result<(), Problem> {
     unsafe { gpu.cuda.memset_d8_async(at, PATTERN, BYTES, stream.raw()) }?;
     stream.synchronize()?;
     step(WRITTEN);
-    // The memory stays mapped until this process ends: that is when the first process has read it and closes this one's input.
+    // The memory has to stay mapped until the first process has read it. Then the first process closes this one's stdin, and this one ends.
     given().map(drop)
 }
 
@@ -120,7 +120,7 @@ pub(crate) fn registration(gpu: &'static Gpu, mut second: Second) -> Result<Answ
     step("the other process's stream waits for a word of this process's stream");
     stream.write(to_stream, 1)?;
     let other = from_stream.reach(1, "the other stream's answer");
-    // Whatever the answers were, no stream and no host goes on waiting for a word.
+    // Whatever the answers were, this ends every wait for a word, of streams and of hosts.
     shared.words.iter().for_each(|word| word.set(Word::OPEN));
     second.end();
     let said = |answer: &Result<(), Problem>| match answer {

@@ -1,11 +1,11 @@
-//! The launcher's hand on one host of several: starts the ranks there, relays what they write, and lets none outlive
-//! the launcher, or the connection to it.
+//! The agent: the launcher's helper process on one of several hosts. It starts the ranks there, relays what they write, and lets no rank
+//! outlive the launcher, or the connection to it.
 //!
 //! It is this command again (`allstream run --agent`), started through ssh, or directly on the launcher's own host.
-//! What it is to do comes as one line on stdin, so that neither the secret nor anything of the user's stands in a
-//! command line. Then a line `signal TERM` hands that signal to the ranks, a line `stdin 5` says that the next five bytes are for the
-//! stdin of the ranks that have one (none: its end), and the end of stdin kills the ranks: that is what a launcher
-//! leaves behind, however it ends. On stdout there is one line as a greeting, and then the ranks' output.
+//! Its order comes as one line on stdin, so that neither the secret nor the user's program and arguments stand in a
+//! command line. After it, a line `signal TERM` hands that signal to the ranks, and a line `stdin 5` says that the next five bytes are for
+//! the stdin of the ranks that have one (`stdin 0` is the end of theirs). When the agent's stdin ends, it kills the ranks: the system closes
+//! that stdin however the launcher ends. On stdout the agent writes one line as a greeting, and then the ranks' output.
 
 use crate::Exit;
 use std::ffi::OsString;
@@ -25,15 +25,15 @@ use super::relay::write_all;
 use super::stdin::{Input, KEPT_BY_AGENT, Queue, Stdin};
 use super::{Job, Part, Policy, complain, signals};
 
-/// Before the name of a signal that the agent's ranks are to get.
+/// The start of a line with the name of a signal for the agent's ranks.
 const SIGNAL: &str = "signal ";
-/// Before the number of bytes that follow for their stdin.
+/// The start of a line with the number of bytes that follow for the ranks' stdin.
 const STDIN: &str = "stdin ";
-/// More is never said at once.
+/// The most bytes that follow one such line.
 const MOST_AT_ONCE: usize = 1 << 20;
-/// Before the version and the port in the greeting.
+/// The start of the greeting, before the version and the port.
 const GREETING: &str = "allstream-agent";
-/// The longest order: arguments and variables of one command fit the system's own limit, which is less.
+/// The most bytes of an order. The system's own limit for the arguments and variables of a command is lower.
 const MAX_ORDER: u64 = 64 << 20;
 const VERSION: &str = env!("CARGO_PKG_VERSION");
 
@@ -56,14 +56,14 @@ pub(super) struct Order {
     pub(super) logs: Option<OsString>,
     pub(super) policy: Policy,
     pub(super) bind: Bind,
-    /// Where the world meets. Rank 0's agent opens the port, any if it is 0, and tells which.
+    /// Address and port of rank 0's rendezvous. Rank 0's agent opens the port (any free one if it is 0), and tells it in its greeting.
     pub(super) address: String,
     pub(super) port: u16,
     pub(super) token: OsString,
 }
 
 impl Order {
-    /// As it travels: one line.
+    /// The order as one line of JSON, as it is sent.
     pub(super) fn line(&self) -> io::Result<Vec<u8>> {
         let mut line = serde_json::to_vec(self).map_err(io::Error::other)?;
         line.push(b'\n');
@@ -71,12 +71,12 @@ impl Order {
     }
 }
 
-/// Hands a signal to an agent's ranks.
+/// The line that tells an agent to hand this signal to its ranks.
 pub(super) fn signal(signal: i32) -> Vec<u8> {
     format!("{SIGNAL}{}\n", signals::name(signal)).into_bytes()
 }
 
-/// Hands a piece of stdin to an agent's ranks; the empty one is the end.
+/// The line and the bytes that give an agent's ranks a piece of stdin; an empty piece is the end of it.
 pub(super) fn stdin(piece: &[u8]) -> Vec<u8> {
     [format!("{STDIN}{}\n", piece.len()).as_bytes(), piece].concat()
 }
@@ -85,7 +85,7 @@ pub(super) fn version() -> String {
     VERSION.into()
 }
 
-/// The port in a greeting.
+/// The port in a greeting; `None` if the line is no greeting of this version.
 pub(super) fn greeting(line: &[u8]) -> Option<u16> {
     let text = std::str::from_utf8(line).ok()?.trim_end();
     let (version, port) = text.strip_prefix(GREETING)?.strip_prefix(' ')?.split_once(' ')?;
@@ -95,7 +95,7 @@ pub(super) fn greeting(line: &[u8]) -> Option<u16> {
 /// Runs the ranks that the order on stdin asks for.
 ///
 /// # Errors
-/// There was no order, it is another version's, or the ranks could not be started.
+/// No order came, it was of another version, or the ranks could not be started.
 pub(crate) fn run() -> io::Result<Exit> {
     signals::forget_ignored()?;
     let mut stdin = BufReader::new(io::stdin());
@@ -117,7 +117,7 @@ pub(crate) fn run() -> io::Result<Exit> {
     let (job, part) = prepare(order).map_err(named)?;
     let port = part.port;
     let queues: Vec<_> = part.inputs.iter().filter_map(Input::queue).collect();
-    // Whatever a login shell has written before ends here.
+    // The greeting begins a new line: a login shell may have written half a line before.
     let greeting = format!("\n{GREETING} {VERSION} {port}\n");
     write_all(&mut io::stdout().lock(), greeting.as_bytes())?;
     let ended = super::run_watched(&job, Some(part), |events| {
@@ -126,7 +126,7 @@ pub(crate) fn run() -> io::Result<Exit> {
     ended.map(|ended| Exit::from(ended.code)).map_err(named)
 }
 
-/// Does what the launcher says, until it says nothing more. Nothing here waits for a rank.
+/// Does what the launcher says, until the connection to it ends. Nothing here waits for a rank.
 fn obey(mut from: impl BufRead, queues: &[Arc<Queue>], events: &Sender<Event>) {
     let mut line = Vec::new();
     let mut has_room = true;
@@ -165,7 +165,7 @@ fn prepare(order: Order) -> io::Result<(Job, Part)> {
         );
         return Err(io::Error::other(problem));
     }
-    // Also the program is looked up from there.
+    // A relative path of the program is looked up from this directory, too.
     std::env::set_current_dir(&order.dir).map_err(|error| {
         let dir = order.dir.display();
         io::Error::new(error.kind(), format!("cannot enter {dir}: {error}; name another with --dir"))
@@ -193,8 +193,8 @@ fn prepare(order: Order) -> io::Result<(Job, Part)> {
     Ok((job, Part { host, first, size, address, port, token, listener, inputs }))
 }
 
-/// Opens rank 0's port at the address where the others will come, or on all addresses if that one is not of this host
-/// (a translated one), or if this host knows its name as a loopback address, where no other host would come.
+/// Opens rank 0's port at the address to which the other ranks connect. Opens it on all addresses if that address is not this host's own
+/// (as behind address translation), or if the name resolves to a loopback address here, which no other host could reach.
 fn listen(host: &str, port: u16) -> io::Result<TcpListener> {
     let literal = host.eq_ignore_ascii_case("localhost") || host.parse::<IpAddr>().is_ok();
     let found = (host, port).to_socket_addrs().map(Iterator::collect::<Vec<_>>).unwrap_or_default();
@@ -204,7 +204,7 @@ fn listen(host: &str, port: u16) -> io::Result<TcpListener> {
     for address in own.chain(any) {
         match TcpListener::bind(address) {
             Ok(listener) => {
-                // Long enough for a world that comes at once.
+                // A backlog that is long enough for all ranks to connect at once.
                 rustix::net::listen(&listener, 4096)?;
                 return Ok(listener);
             }
@@ -267,7 +267,7 @@ mod tests {
         assert!(address.ip().is_loopback());
         let error = listen("127.0.0.1", address.port()).unwrap_err().to_string();
         assert!(error.contains("--port"), "{error}");
-        // An address of documentation: none of this host's.
+        // An address that is reserved for documentation: no host has it.
         assert!(listen("192.0.2.77", 0).unwrap().local_addr().unwrap().ip().is_unspecified());
     }
 }

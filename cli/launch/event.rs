@@ -1,14 +1,14 @@
-//! What the launcher hears while a job runs.
+//! What other threads tell the launcher while a job runs.
 
-/// From the threads that wait, read and take signals, to the one that supervises.
+/// An event that the threads which wait for members, read output or take signals send to the thread that supervises.
 pub(super) enum Event {
-    /// A member has ended, or it can no longer be waited for. It is a zombie until `reap`.
+    /// The member with this number has ended, or can no longer be waited for. It stays a zombie until `reap`.
     Ended(usize),
-    /// An agent is there, and is about to start its ranks. The agent of rank 0 says the port where the world meets.
+    /// An agent's greeting came: it is about to start its ranks. In that of rank 0's agent, `port` is the port of the rendezvous.
     Greeted { member: usize, port: u16 },
-    /// A signal to this process, or the launcher's to this agent.
+    /// A signal came to this process; in an agent also: the launcher hands this signal to the ranks.
     Signal(i32),
-    /// The launcher of this agent is gone.
+    /// In an agent: the connection to the launcher has ended.
     Cut,
     /// All output has been relayed.
     Relayed,

@@ -6,30 +6,30 @@ use std::ops::Range;
 /// A host, and how many ranks it takes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Host {
-    /// As ssh takes it: a name, `user@name`, or an address without brackets.
+    /// The host as ssh accepts it: a name, `user@name`, or an address without brackets.
     pub(crate) name: String,
     /// At least 1.
     pub(crate) slots: usize,
 }
 
 impl Host {
-    /// Without the user.
+    /// The name or address, without the user.
     pub(crate) fn address(&self) -> &str {
         self.name.rsplit_once('@').map_or(&self.name, |(_, address)| address)
     }
 
-    /// Whether it is this host, and needs no ssh. A user's name asks for ssh.
+    /// Whether this is the host that we run on (its name is `own`), so that no ssh is needed. With `user@` ssh is always used.
     pub(crate) fn is_here(&self, own: &str) -> bool {
         let short = |name: &str| name.split('.').next().unwrap_or(name).to_ascii_lowercase();
         let same = |name: &str| {
-            // `node1` is `node1.cluster`, but `node1.a` is not `node1.b`.
+            // `node1` and `node1.cluster` are the same host, but `node1.a` and `node1.b` are two.
             let bare = !name.contains('.') || !own.contains('.');
             name.eq_ignore_ascii_case(own) || (bare && short(name) == short(own))
         };
         self.is_loopback() || (self.name.parse::<IpAddr>().is_err() && same(&self.name))
     }
 
-    /// Whether its name means something else on every host.
+    /// Whether the name is `localhost` or a loopback address, and so means another host on each host.
     pub(crate) fn is_loopback(&self) -> bool {
         self.name.eq_ignore_ascii_case("localhost")
             || self.name.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback())
@@ -46,8 +46,8 @@ pub(crate) fn list(text: &str) -> Result<Vec<Host>, String> {
     Ok(merged(hosts))
 }
 
-/// Reads a host file: a host a line, with `slots=4`, `:4` or neither behind it; `#` begins a comment. `max_slots` is
-/// allowed, and says nothing here: there are never more ranks than slots.
+/// Reads a host file: one host in each line, followed by `slots=4`, `:4` or neither; `#` begins a comment. `max_slots` is
+/// allowed and has no effect, as a host never gets more ranks than slots.
 pub(crate) fn file(text: &str) -> Result<Vec<Host>, String> {
     let mut hosts = Vec::new();
     for (number, line) in text.lines().enumerate() {
@@ -80,7 +80,7 @@ pub(crate) fn file(text: &str) -> Result<Vec<Host>, String> {
 fn entry(text: &str) -> Result<Host, String> {
     let literal = text.parse::<IpAddr>().is_ok();
     let (name, slots) = match text.rsplit_once(':') {
-        // An IPv6 address without brackets.
+        // An IP address without brackets: its colons separate no number.
         _ if literal => (text, 1),
         Some((name, slots)) if !slots.ends_with(']') => (name, count(slots)?),
         _ => (text, 1),
@@ -103,20 +103,20 @@ fn count(text: &str) -> Result<usize, String> {
     }
 }
 
-/// A host that is named several times takes the sum.
+/// A host that is named several times gets the sum of its slots.
 fn merged(hosts: Vec<Host>) -> Vec<Host> {
     let mut all: Vec<Host> = Vec::new();
     for host in hosts {
         match all.iter_mut().find(|known| known.name == host.name) {
-            Some(known) => known.slots += host.slots,
+            Some(known) => known.slots = known.slots.saturating_add(host.slots),
             None => all.push(host),
         }
     }
     all
 }
 
-/// The ranks of each host, in the order of the hosts; `ranks` of them, or as many as there are slots. A host that gets
-/// none is left out.
+/// Which ranks each host gets: the hosts are filled in their order, with `ranks` ranks, or with as many as there are slots. A host that
+/// gets no rank is left out.
 pub(crate) fn placed(hosts: &[Host], ranks: Option<usize>) -> Result<Vec<(Host, Range<usize>)>, String> {
     let slots = hosts.iter().fold(0usize, |sum, host| sum.saturating_add(host.slots));
     let ranks = ranks.unwrap_or(slots);
@@ -137,7 +137,7 @@ pub(crate) fn placed(hosts: &[Host], ranks: Option<usize>) -> Result<Vec<(Host, 
     Ok(placed)
 }
 
-/// A word for a POSIX shell that stands for exactly this text.
+/// Quotes a text for a POSIX shell, so that the shell reads it as one word with exactly these bytes.
 pub(crate) fn quoted(text: &str) -> String {
     format!("'{}'", text.replace('\'', r"'\''"))
 }

@@ -1,4 +1,4 @@
-//! A file for each rank, with what the rank writes (`--log-dir`).
+//! Log files (`--log-dir`): one for each rank, with what the rank writes.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
@@ -14,13 +14,13 @@ pub(super) struct Log(Arc<Mutex<Open>>);
 struct Open {
     rank: usize,
     path: PathBuf,
-    /// None once a write has failed.
+    /// `None` after a write has failed.
     file: Option<File>,
 }
 
 impl Log {
-    /// Opens `DIR/rank-N.log`, and makes the directory. A job that was started anew goes on in the files of the job before it, behind a
-    /// line that says so.
+    /// Opens `DIR/rank-N.log`, and makes the directory. A job that was started anew appends to the file that the rank wrote before the
+    /// restart: first a line that says so.
     ///
     /// # Errors
     /// The system's, with the path.
@@ -45,7 +45,7 @@ impl Log {
         Ok(Log(Arc::new(Mutex::new(Open { rank, path, file: Some(file) }))))
     }
 
-    /// Writes what has come. Where that fails, it is said once, and the rank works on.
+    /// Writes what the rank has written. After a failed write, the user is told once, nothing more is written, and the rank works on.
     pub(super) fn write(&self, bytes: &[u8]) {
         let mut open = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(Err(error)) = open.file.as_mut().map(|file| file.write_all(bytes)) else { return };

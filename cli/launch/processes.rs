@@ -7,19 +7,19 @@ use rustix::process::{Pid, Signal};
 
 /// The variable that marks a job's processes.
 pub(super) const MARK: &str = "ALLSTREAM_JOB";
-/// How often processes are looked for again that a process started while others were killed.
+/// How often [`kill`] looks again for processes, which others may have started while they were being killed.
 const ROUNDS: usize = 20;
 
-/// How often a process is looked at again that has blocked all signals.
+/// How often [`takes`] looks again at a process that has blocked all signals, 2 ms apart.
 const STARTING: usize = 10;
 
-/// A process, as /proc tells of it.
+/// A process, as /proc describes it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Process {
     pub(super) pid: Pid,
     pub(super) parent: i32,
     pub(super) session: i32,
-    /// It has ended, and its parent has not asked how.
+    /// The process has ended, and its parent has not reaped it.
     pub(super) is_zombie: bool,
 }
 
@@ -32,7 +32,7 @@ pub(super) fn all() -> Vec<Process> {
 
 /// Reads a line of /proc/PID/stat: `PID (NAME) STATE PARENT GROUP SESSION ...`.
 fn parse(stat: &[u8]) -> Option<Process> {
-    // A program's name may hold anything, also closing parentheses and bytes that are no text.
+    // A program's name may contain anything, even closing parentheses and bytes that are not UTF-8.
     let end = stat.iter().rposition(|byte| *byte == b')')?;
     let text = String::from_utf8_lossy(&stat[..end]);
     let pid = text.split_whitespace().next()?.parse().ok().and_then(Pid::from_raw)?;
@@ -47,14 +47,14 @@ fn parse(stat: &[u8]) -> Option<Process> {
     Some(Process { pid, parent, session, is_zombie })
 }
 
-/// A set of signals in the text of a /proc/PID/status, with signal 1 at bit 0.
+/// The set of signals in this field of the text of /proc/PID/status: signal 1 is bit 0.
 pub(super) fn mask(status: &str, field: &str) -> u64 {
     let mask = status.lines().find_map(|line| line.strip_prefix(field));
     mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0)
 }
 
-/// Whether a process would do something about this signal, or nothing, in place of ending: it has a handler, or waits for it with the
-/// signal blocked, or ignores it.
+/// Whether a process would survive this signal: the process has a handler for it, ignores it, or has blocked it (to wait for it with
+/// `sigwait`, say).
 fn takes(pid: Pid, signal: Signal) -> bool {
     let has = |mask: u64, signal: Signal| mask & (1 << (signal.as_raw() - 1)) != 0;
     for _ in 0..STARTING {
@@ -70,14 +70,14 @@ fn takes(pid: Pid, signal: Signal) -> bool {
         if !has(blocked, Signal::SEGV) {
             return true;
         }
-        // All are blocked: that is most likely a process that is just about to start another one.
+        // SIGSEGV is blocked, too, so all signals are: most likely the process is just starting another one, and soon unblocks them.
         std::thread::sleep(std::time::Duration::from_millis(2));
     }
     true
 }
 
-/// The processes nearest to this one that a signal would not end: the process itself, or those of its children, and so on. A rank may
-/// stand behind a shell, which knows nothing of signals.
+/// The processes that this signal would not end, searched from `pid` downwards: the process itself, or else its children that survive the
+/// signal, and so on. A rank's process may be a shell without handlers, and the user's program its child.
 pub(super) fn that_take(signal: Signal, pid: Pid) -> Vec<Pid> {
     let all = all();
     let (mut next, mut found) = (vec![pid], Vec::new());
@@ -93,7 +93,7 @@ pub(super) fn that_take(signal: Signal, pid: Pid) -> Vec<Pid> {
     found
 }
 
-/// The living processes of these sessions; and those elsewhere that have this mark, if one is given.
+/// The living processes of these sessions; and, if a mark is given, also those in other sessions that carry it. Without this process.
 pub(super) fn living(sessions: &[Pid], mark: Option<&str>) -> Vec<Pid> {
     let own = rustix::process::getpid();
     let is_ours = |process: &Process| {
@@ -110,7 +110,7 @@ fn is_marked(pid: Pid, mark: &str) -> bool {
     environment.split(|byte| *byte == 0).any(|variable| variable == wanted.as_bytes())
 }
 
-/// Kills the living processes of these sessions and with this mark, and what they start meanwhile. Whether there were some.
+/// Kills the living processes of these sessions and those with this mark, and what they start meanwhile. Returns whether there were any.
 pub(super) fn kill(sessions: &[Pid], mark: Option<&str>) -> bool {
     for round in 0..ROUNDS {
         let found = living(sessions, mark);
@@ -118,7 +118,7 @@ pub(super) fn kill(sessions: &[Pid], mark: Option<&str>) -> bool {
             return round > 0;
         }
         for pid in found {
-            // Fails where it has ended by itself, or is somebody else's.
+            // Fails if the process has ended by itself, or belongs to another user.
             let _ = rustix::process::kill_process(pid, Signal::KILL);
         }
     }

@@ -22,21 +22,21 @@ use crate::{Exit, own};
 /// Where the ranks of a job go, and how they are reached.
 #[derive(Debug)]
 pub(crate) struct Hosts {
-    /// With the ranks of each; rank 0's first.
+    /// Each host with its ranks; rank 0's host is the first.
     pub(crate) placed: Vec<(Host, Range<usize>)>,
-    /// The command that runs another on a host: `ssh` and its options.
+    /// The command that runs a command on another host: `ssh` and its options.
     pub(crate) ssh: Vec<String>,
-    /// The words that start this command on the other hosts.
+    /// The words that start `allstream` on the other hosts.
     pub(crate) remote: Vec<OsString>,
     /// The directory in which the ranks start.
     pub(crate) dir: PathBuf,
-    /// Rank 0's address for all; without it the first host's name.
+    /// The address at which all ranks reach rank 0. `None`: the first host's name, or 127.0.0.1 if all ranks are on this host.
     pub(crate) address: Option<String>,
-    /// Rank 0's port; 0: any.
+    /// Rank 0's port; 0: any free one.
     pub(crate) port: u16,
 }
 
-/// Variables of ours that are each host's own business, or handed over otherwise.
+/// Variables `ALLSTREAM_*` that are not passed to other hosts: each host has its own, or the order carries the value in another way.
 const NOT_PASSED: [&str; 8] = [
     RESTART,
     MARK,
@@ -48,7 +48,7 @@ const NOT_PASSED: [&str; 8] = [
     "ALLSTREAM_SSH",
 ];
 
-/// Runs a job on several hosts to its end; `job.ranks` is the number on all of them. Otherwise as
+/// Runs a job on several hosts to its end; `job.ranks` is the number of ranks on all hosts. Otherwise as
 /// [`run`](super::run).
 ///
 /// # Errors
@@ -89,7 +89,7 @@ fn once(job: &Job, hosts: &Hosts) -> io::Result<Ended> {
         prefix: job.prefix,
         stdin: job.stdin,
         logs: job.logs.clone().map(Into::into),
-        // Which ranks are left on all hosts only the launcher knows.
+        // Only the launcher knows how many ranks are left on all hosts, so it alone applies `min_ranks`.
         policy: Policy { min_ranks: 0, ..job.policy },
         bind: job.bind,
         address: address.clone(),
@@ -105,7 +105,7 @@ fn once(job: &Job, hosts: &Hosts) -> io::Result<Ended> {
             streams.extend(start(agent, job.prefix, members, &events)?);
         }
         let mut placed = hosts.placed.iter();
-        // The others wait for the port that the first one opens.
+        // Only the first agent gets its order now: the others' orders need the port that the first one opens.
         if let (Some((host, ranks)), Some(member)) = (placed.next(), members.first()) {
             member.say(order(host, ranks, hosts.port).line()?);
         }
@@ -113,7 +113,7 @@ fn once(job: &Job, hosts: &Hosts) -> io::Result<Ended> {
             for ((host, ranks), member) in placed.zip(members.iter().skip(1)) {
                 member.say(order(host, ranks, port).line()?);
             }
-            // Only now does each agent expect something else than its order.
+            // From now on an agent accepts pieces of stdin: its order has been sent before them.
             let have_one = members.iter().filter(|member| member.ranks().any(|rank| job.stdin.reaches(rank)));
             let sinks: Vec<_> = have_one.filter_map(Member::stdin_sink).collect();
             if sinks.is_empty() { Ok(()) } else { stdin::read_for(sinks) }
@@ -122,14 +122,14 @@ fn once(job: &Job, hosts: &Hosts) -> io::Result<Ended> {
     })
 }
 
-/// The agent of this host.
+/// The command that starts the agent of this host.
 fn local() -> io::Result<Command> {
     let mut command = own::command()?;
     command.args(["run", "--agent"]);
     Ok(command)
 }
 
-/// The agent of another host. Nothing of the user's but this command's own path meets the shell there.
+/// The command that starts the agent of another host. Of all that the user gives, the shell there sees only the path of `allstream`.
 fn over_ssh(hosts: &Hosts, host: &Host) -> io::Result<Command> {
     let invalid = |problem: &str| io::Error::new(io::ErrorKind::InvalidInput, problem);
     let (ssh, options) = hosts.ssh.split_first().ok_or_else(|| invalid("--ssh names no command"))?;
@@ -142,7 +142,7 @@ fn over_ssh(hosts: &Hosts, host: &Host) -> io::Result<Command> {
     Ok(command)
 }
 
-/// Starts an agent. It waits for its order.
+/// Starts an agent, which then waits for its order.
 fn start(
     (host, ranks, mut command): (&Host, &Range<usize>, Command),
     prefix: bool,
@@ -169,8 +169,8 @@ fn start(
     };
     watch(members, child, Kind::Agent(agent), events)?;
     if let Some(mut stdin) = stdin {
-        // A thread, because a connection that is stuck takes no more than a pipe holds. Once nobody can say anything
-        // more, the pipe is closed.
+        // A thread writes, because the write blocks when the connection is stuck and the pipe is full. Once all senders of `orders` are
+        // dropped, the thread closes the pipe.
         thread::Builder::new().name(format!("to {name}")).stack_size(64 << 10).spawn(move || {
             for Said { bytes, written } in lines {
                 if stdin.write_all(&bytes).and_then(|()| stdin.flush()).is_err() {

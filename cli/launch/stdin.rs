@@ -1,4 +1,4 @@
-//! What ranks read from their stdin: what comes to the launcher's, on rank 0 or on all ranks; or nothing.
+//! What ranks read from their stdin: rank 0, or each rank, reads what comes to the launcher's stdin; or no rank reads anything.
 
 use std::collections::VecDeque;
 use std::io::{self, IsTerminal, Write};
@@ -7,21 +7,22 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Duration;
 
+use rustix::event::{PollFd, PollFlags};
 use serde::{Deserialize, Serialize};
 
 use super::{complain, signals};
 
-/// Read at once.
+/// The most bytes of one read.
 const PIECE: usize = 64 << 10;
-/// How much waits for a rank of this host before no more is read.
+/// If more bytes than these wait for a rank of this host, the launcher reads no more until the rank has read some.
 const AHEAD: usize = 1 << 20;
-/// How much an agent keeps for a rank that does not read: the agent has to go on listening to the launcher, which speaks by the same
-/// connection.
+/// The bytes that an agent keeps for a rank that does not read. The agent cannot wait for the rank: the launcher's signals come through the
+/// same connection.
 pub(super) const KEPT_BY_AGENT: usize = 64 << 20;
-/// How often a launcher in the background of its terminal looks whether it may read.
+/// A launcher in the background of its terminal tries again after this time whether it may read.
 const LOOK_EVERY: Duration = Duration::from_millis(200);
 
-/// Which ranks have what comes to the launcher's stdin.
+/// Which ranks read what comes to the launcher's stdin.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
 pub(crate) enum Stdin {
     /// None: each finds the end at once
@@ -44,14 +45,14 @@ impl Stdin {
 #[derive(Debug)]
 pub(super) enum Input {
     None,
-    /// The launcher's own. Where that is a terminal, a rank can read it and write a prompt as if it ran alone.
+    /// The rank inherits the launcher's stdin. If that is a terminal, the rank can write a prompt and read from it as if it ran alone.
     Inherited,
-    /// A pipe, into which somebody else writes what is pushed here.
+    /// A pipe, into which a thread writes what is pushed into the queue.
     Pipe(Arc<Queue>),
 }
 
 impl Input {
-    /// Of the ranks of a job that is on this host alone.
+    /// The inputs of all ranks of a job that runs on this host alone.
     pub(super) fn of_all(which: Stdin, ranks: usize) -> io::Result<Vec<Input>> {
         if which == Stdin::All {
             let queues: Vec<_> = (0..ranks).map(|_| Arc::new(Queue::new(AHEAD))).collect();
@@ -66,7 +67,7 @@ impl Input {
         if let Input::Pipe(queue) = self { Some(queue.clone()) } else { None }
     }
 
-    /// Of ranks of this host, for whom the launcher speaks to their agent.
+    /// The inputs of an agent's ranks: the launcher sends what they read to the agent.
     pub(super) fn by_agent(which: Stdin, ranks: std::ops::Range<usize>) -> Vec<Input> {
         let queue = || Input::Pipe(Arc::new(Queue::new(KEPT_BY_AGENT)));
         ranks.map(|rank| if which.reaches(rank) { queue() } else { Input::None }).collect()
@@ -89,9 +90,9 @@ pub(super) struct Queue {
 struct State {
     pieces: VecDeque<Vec<u8>>,
     bytes: usize,
-    /// Nothing more comes.
+    /// The end has been pushed: nothing more comes.
     has_ended: bool,
-    /// Nobody reads any more.
+    /// The rank's end of the pipe is closed: nobody reads any more.
     is_closed: bool,
 }
 
@@ -100,31 +101,33 @@ impl Queue {
         Queue { most, state: Mutex::default(), changed: Condvar::new() }
     }
 
-    /// Takes a piece; the empty one is the end. Waits while there is too much already. `false`: nobody reads.
+    /// Takes a piece; an empty one is the end. Waits while more than `most` bytes are queued. `false`: nobody reads any more.
     fn push(&self, piece: &[u8]) -> bool {
         let mut state = lock(&self.state);
         while state.bytes > self.most && !state.is_closed {
             state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
-        self.take(state, piece)
+        let is_closed = state.is_closed;
+        self.take(state, piece);
+        !is_closed
     }
 
-    /// The same without waiting: where there is too much already, this is the end, and `false`.
+    /// The same without waiting: if more than `most` bytes are queued, the end is queued in place of the piece, and this returns `false`.
     pub(super) fn push_now(&self, piece: &[u8]) -> bool {
         let state = lock(&self.state);
         let fits = state.bytes <= self.most || state.has_ended || state.is_closed;
-        self.take(state, if fits { piece } else { &[] }) && fits
+        self.take(state, if fits { piece } else { &[] });
+        fits
     }
 
-    fn take(&self, mut state: MutexGuard<'_, State>, piece: &[u8]) -> bool {
+    fn take(&self, mut state: MutexGuard<'_, State>, piece: &[u8]) {
         if state.is_closed || state.has_ended {
-            return true;
+            return;
         }
         state.has_ended = piece.is_empty();
         state.bytes += piece.len();
         state.pieces.push_back(piece.to_vec());
         self.changed.notify_all();
-        !state.is_closed
     }
 
     fn next(&self) -> Option<Vec<u8>> {
@@ -139,7 +142,7 @@ impl Queue {
         }
     }
 
-    /// Writes what comes into a rank's pipe, on a thread: a rank may take its time.
+    /// Starts a thread that writes the queued pieces into a rank's pipe, as the rank may read slowly.
     pub(super) fn write_to(self: Arc<Self>, mut pipe: ChildStdin) -> io::Result<()> {
         let run = move || {
             while let Some(piece) = self.next() {
@@ -154,17 +157,27 @@ impl Queue {
     }
 }
 
-fn sink(queue: Arc<Queue>) -> Sink {
-    Box::new(move |piece| queue.push(piece))
+/// A queue that is read into. When the sinks are replaced, the thread that writes this queue into the pipe of a rank that is gone finds the end.
+struct Written(Arc<Queue>);
+
+impl Drop for Written {
+    fn drop(&mut self) {
+        self.0.take(lock(&self.0.state), &[]);
+    }
 }
 
-/// Takes pieces of what comes to the launcher's stdin, the empty one at its end. `false`: nobody needs more.
+fn sink(queue: Arc<Queue>) -> Sink {
+    let queue = Written(queue);
+    Box::new(move |piece| queue.0.push(piece))
+}
+
+/// Takes the pieces that come to the launcher's stdin, and an empty one at its end. `false`: this sink takes no more.
 pub(super) type Sink = Box<dyn FnMut(&[u8]) -> bool + Send>;
 
-/// Who gets what is read next. A job that starts anew goes on where the one before it was.
+/// Who gets what is read next. One thread reads for all starts of a job: after a restart, the ranks get what comes next.
 struct Reader {
     sinks: Vec<Sink>,
-    /// How often the sinks have been changed.
+    /// How often [`read_for`] has replaced the sinks.
     generation: u64,
     runs: bool,
     has_ended: bool,
@@ -173,7 +186,7 @@ struct Reader {
 static READER: Mutex<Reader> =
     Mutex::new(Reader { sinks: Vec::new(), generation: 0, runs: false, has_ended: false });
 
-/// Gives what comes to stdin from now on to these, and no longer to those before.
+/// From now on, gives what comes to stdin to these sinks, and no longer to those of the call before.
 pub(super) fn read_for(mut sinks: Vec<Sink>) -> io::Result<()> {
     let mut reader = lock(&READER);
     if reader.has_ended {
@@ -196,9 +209,14 @@ fn read() {
         let length = match rustix::io::read(io::stdin(), &mut buffer) {
             Ok(length) => length,
             Err(rustix::io::Errno::INTR) => continue,
-            // Read from a terminal whose foreground is somebody else's.
+            // Stdin is a terminal, and another process group is in its foreground.
             Err(rustix::io::Errno::IO | rustix::io::Errno::AGAIN) if io::stdin().is_terminal() => {
                 thread::sleep(LOOK_EVERY);
+                continue;
+            }
+            // Another process that has this pipe, too, has made it non-blocking.
+            Err(rustix::io::Errno::AGAIN) => {
+                let _ = rustix::event::poll(&mut [PollFd::new(&io::stdin(), PollFlags::IN)], None);
                 continue;
             }
             Err(error) => {
@@ -211,13 +229,13 @@ fn read() {
             reader.has_ended = length == 0;
             (std::mem::take(&mut reader.sinks), reader.generation)
         };
-        // Not under the lock: they may wait.
+        // Not under the lock, as the sinks may wait.
         sinks.retain_mut(|sink| sink(&buffer[..length]));
         let mut reader = lock(&READER);
         if reader.generation == generation {
             reader.sinks = sinks;
         } else if length == 0 {
-            // Others have come meanwhile.
+            // `read_for` has set other sinks meanwhile: they get the end, too.
             reader.sinks.iter_mut().for_each(|sink| _ = sink(&[]));
         }
         if length == 0 {
@@ -237,6 +255,17 @@ mod tests {
         assert!(!queue.push_now(b"e"), "there is more than three bytes already");
         assert!(queue.push_now(b"after the end"));
         assert_eq!((queue.next(), queue.next()), (Some(b"abcd".to_vec()), None));
+    }
+
+    #[test]
+    fn a_sink_tells_that_its_rank_is_gone_and_ends_its_queue_when_it_is_dropped() {
+        let queues = [(); 2].map(|()| Arc::new(Queue::new(AHEAD)));
+        let [mut first, second] = queues.clone().map(sink);
+        assert!(first(b"abc"));
+        lock(&queues[0].state).is_closed = true;
+        assert!(!first(b"def"), "nobody reads it");
+        drop(second);
+        assert_eq!(queues[1].next(), None);
     }
 
     #[test]

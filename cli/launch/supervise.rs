@@ -1,4 +1,4 @@
-//! Watches over the processes of a job until all have ended: what is done when one fails, and what the exit code is.
+//! Watches over the processes of a job until all have ended. Decides what is done when one fails, and what the exit code is.
 
 use std::io::{self, PipeWriter};
 use std::os::unix::process::ExitStatusExt;
@@ -19,26 +19,26 @@ use super::relay::{Stream, relay};
 use super::signals::{self, SignalThread};
 use super::{OnFailure, Policy, agent, complain, processes};
 
-/// How long a killed process may take to end (it may sit in the kernel) until it is given up.
+/// How long the launcher waits for a killed process to end. One that is stuck in the kernel may never end.
 const KILL_TO_GIVE_UP: Duration = Duration::from_secs(5);
 /// How long processes that ranks left behind may still write after the last rank has ended.
 const LEFTOVERS: Duration = Duration::from_secs(1);
-/// How long an agent's greeting may be on its way when the agent has ended.
+/// How long the launcher still waits for an agent's greeting after the agent has ended.
 const GREETING_IS_READ: Duration = Duration::from_millis(300);
-/// How often it is seen whether processes that ranks left behind have ended.
+/// How often the launcher checks whether processes that ranks left behind have ended.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 
-/// What has been started, beside the processes.
+/// What `start` returns to [`supervise`], beside the processes that it has started.
 pub(super) struct Started<'a> {
     pub(super) streams: Vec<Stream>,
     pub(super) port_known: Option<PortKnown<'a>>,
 }
 
-/// What is to be done once rank 0's agent has told its port.
+/// Is called once rank 0's agent has told the port of the rendezvous.
 pub(super) type PortKnown<'a> = Box<dyn FnOnce(&[Member], u16) -> io::Result<()> + 'a>;
 
-/// Starts processes and watches over them until all have ended. What was started is in the vector also if a later one
-/// failed: it is stopped.
+/// Starts processes and watches over them until all have ended. `start` puts each process into the vector at once: if a later one does
+/// not start, those in the vector are stopped.
 pub(super) fn supervise<'a>(
     policy: Policy,
     events: &Sender<Event>,
@@ -47,7 +47,7 @@ pub(super) fn supervise<'a>(
 ) -> io::Result<Ended> {
     let _signals = SignalThread::start(events.clone())?;
     let mut guard = Guard::start()?;
-    // The end of this pipe tells the relay that nothing more is to be waited for.
+    // When `stop` is dropped, the relay takes what is still in the ranks' pipes, and ends without waiting for more.
     let (stop_reader, stop) = io::pipe()?;
     let mut members = Vec::new();
     let started = start(&mut members, &mut guard);
@@ -83,13 +83,13 @@ pub(super) fn supervise<'a>(
     Ok(launcher.codes.ended(policy.on_failure))
 }
 
-/// What the launcher does, and until when.
+/// What the launcher is doing, and until when.
 #[derive(Clone, Copy)]
 enum Phase {
     Running,
     /// A rank failed; the others may end by themselves.
     Grace(Instant),
-    /// They have been told to end.
+    /// The ranks have been told to end.
     Terminating(Instant),
     Killed(Instant),
 }
@@ -98,19 +98,21 @@ enum Phase {
 pub(super) struct Ended {
     /// The exit code.
     pub(super) code: u8,
-    /// Somebody ended it by a signal to the launcher.
+    /// A signal to the launcher ended the job.
     pub(super) signalled: bool,
 }
 
-/// What the exit code is made of.
+/// What the exit code is computed from.
 #[derive(Default)]
 struct Codes {
     /// A signal to this process that ended the job.
     signal: Option<i32>,
-    /// Of processes that ended by themselves before anybody stopped them: the first that is not 0, and the worst.
+    /// Such a signal has come at any time: the job is not to be started anew.
+    is_signalled: bool,
+    /// Of the codes of processes that exited by themselves, before the launcher stopped them: the first other than 0, and the greatest.
     first: Option<i32>,
     worst: Option<i32>,
-    /// Of the first process that was killed by a signal, or could not be reached any more.
+    /// The code of the first process that a signal killed, or to which the connection ended: 128 + signal, or ssh's code.
     lost: Option<i32>,
 }
 
@@ -121,7 +123,7 @@ impl Codes {
             OnFailure::Keep => self.worst,
         };
         let code = self.signal.map(|signal| 128 + signal).or(own).or(self.lost).unwrap_or(0);
-        Ended { code: u8::try_from(code).unwrap_or(1), signalled: self.signal.is_some() }
+        Ended { code: u8::try_from(code).unwrap_or(1), signalled: self.is_signalled }
     }
 
     /// Whether a process has failed.
@@ -146,7 +148,7 @@ struct Launcher<'a> {
     policy: Policy,
     port_known: Option<PortKnown<'a>>,
     guard: Guard,
-    /// To tell itself something later.
+    /// For events that the launcher sends to itself later.
     events: Sender<Event>,
 }
 
@@ -175,7 +177,7 @@ impl Launcher<'_> {
                         for member in self.members.iter().filter(|member| !member.ended) {
                             complain(&format!("{} did not end when killed", member.name()));
                         }
-                        // Connections that no word passes any more.
+                        // For agents on other hosts this kills ssh, whose connection may be stuck.
                         self.signal_all(Signal::KILL);
                         return;
                     }
@@ -184,7 +186,8 @@ impl Launcher<'_> {
         }
     }
 
-    /// Ranks that were told to end have ended; but a rank may stand behind a shell, which ends at once, and still write its checkpoint.
+    /// Called after all members have ended. If they were told to end, waits for their children: a member may be a shell that has ended at
+    /// once, while its child, the user's program, still writes a checkpoint.
     fn wait_for_what_they_started(&mut self) {
         while let Phase::Terminating(until) = self.phase {
             let now = Instant::now();
@@ -209,7 +212,7 @@ impl Launcher<'_> {
         ranks.map(|member| member.pid).collect()
     }
 
-    /// The ranks have ended; what they started may hold their pipes open for ever.
+    /// Waits until all output is relayed. The ranks have ended, but processes that they started may hold their pipes open for ever.
     fn wait_for_output(&mut self, stop: PipeWriter) {
         let mut stop = Some(stop);
         let mut until = Instant::now() + LEFTOVERS;
@@ -217,14 +220,14 @@ impl Launcher<'_> {
             let event = if stop.is_some() {
                 self.inbox.recv_timeout(until.saturating_duration_since(Instant::now()))
             } else {
-                // The relay has only what is in the pipes now, but whoever reads our output may be slow.
+                // The relay writes only what is in the pipes now, but the reader of the launcher's output may be slow.
                 self.inbox.recv().map_err(|_| RecvTimeoutError::Disconnected)
             };
             match event {
                 Ok(Event::Relayed) => self.relayed = true,
                 Ok(Event::Ended(_) | Event::Greeted { .. }) => {}
                 Ok(Event::Signal(SIGCHLD)) => self.reap_orphans(),
-                // There is no rank any more that could be told.
+                // No rank is left that could get the signal.
                 Ok(Event::Signal(signal)) if !signals::ends(signal) => {}
                 Ok(event @ (Event::Signal(_) | Event::Cut)) => {
                     let signal = if let Event::Signal(signal) = event { signal } else { SIGHUP };
@@ -240,15 +243,15 @@ impl Launcher<'_> {
                 }
             }
         }
-        // Ranks whose output is not relayed can leave processes too. What has made a session for itself to outlive the job may do so
-        // where the job has ended well.
+        // Also ranks whose output is not relayed can leave processes. A process that has made its own session, to outlive the job, may live
+        // on if the job has ended well.
         let ended_well = matches!(self.phase, Phase::Running) && !self.codes.any_failed();
         self.kill_leftovers(!ended_well);
     }
 
     fn ended(&mut self, member: usize) {
         let Some(state) = self.members.get_mut(member) else { return };
-        // An agent whose ranks have ended at once may have ended before its greeting is read.
+        // If its ranks ended at once, an agent may have ended before the relay has read its greeting: the event is sent again later.
         if state.has_ended_unheard() {
             let events = self.events.clone();
             let again = move || {
@@ -260,11 +263,11 @@ impl Launcher<'_> {
             }
         }
         state.ended = true;
-        // One that we have stopped did not end by itself.
+        // The launcher has stopped the members, so this one did not end by itself.
         if matches!(self.phase, Phase::Terminating(_) | Phase::Killed(_)) {
             return;
         }
-        // Unknown only if somebody else reaped it.
+        // The status is unknown only if somebody else has reaped the member: then it counts as code 1.
         let mut status = peek_status(state.pid).unwrap_or(ExitStatus::from_raw(1 << 8));
         if status.success() && state.is_unheard() {
             status = ExitStatus::from_raw(1 << 8);
@@ -283,25 +286,32 @@ impl Launcher<'_> {
             (Phase::Running, OnFailure::Keep) => {
                 let left: usize = self.members.iter().filter(|m| !m.failed).map(|m| m.ranks().len()).sum();
                 let running = self.members.iter().any(|member| !member.ended);
-                if running && left >= self.policy.min_ranks {
+                // Without rank 0's agent the other agents never hear where the ranks meet, and start none.
+                let unstarted = self.port_known.is_some() && member == 0;
+                if running && !unstarted && left >= self.policy.min_ranks {
                     let said = self.members[member].tell(status);
                     complain(&format!("{said}; the others work on ({left} ranks have not failed)"));
                 } else {
                     let fewer = format!("{left} ranks are left, fewer than --min-ranks; ");
-                    self.stop_others(member, status, if running { &fewer } else { "" });
+                    let why = match (running, unstarted) {
+                        (false, _) => "",
+                        (true, true) => "the ranks cannot meet without rank 0; ",
+                        (true, false) => &fewer,
+                    };
+                    self.stop_others(member, status, why);
                 }
             }
             _ => {}
         }
     }
 
-    /// A process has failed, and the others are to end: they have some time to report what they saw.
+    /// A member has failed, and the others are to end. They get the time of grace to report what they saw.
     fn stop_others(&mut self, member: usize, status: ExitStatus, why: &str) {
         let others = if matches!(self.members[member].kind, Kind::Rank { .. }) { "ranks" } else { "hosts" };
         let left = self.members.iter().any(|member| !member.ended);
         let rest = if left { format!("; {why}stopping the other {others}") } else { String::new() };
         complain(&format!("{}{rest}", self.members[member].tell(status)));
-        // Where no rank has started, none has anything to report.
+        // If no rank has started, there is nothing to report.
         let started = |member: &Member| !member.is_unheard();
         if self.members.iter().any(started) {
             self.phase = Phase::Grace(Instant::now() + self.policy.grace);
@@ -310,8 +320,9 @@ impl Launcher<'_> {
         }
     }
 
-    /// A signal to this process ends the job. Where ranks are being stopped already, their failure stays the reason.
+    /// A signal to this process ends the job. If ranks are already being stopped after a failure, the exit code still tells of the failure.
     fn stopped_by(&mut self, signal: i32) {
+        self.codes.is_signalled = true;
         if matches!(self.phase, Phase::Running) {
             self.codes.signal.get_or_insert(signal);
         }
@@ -336,22 +347,26 @@ impl Launcher<'_> {
             (SIGCHLD, _) => self.reap_orphans(),
             (SIGTSTP, _) => {
                 self.hand_on(SIGSTOP);
-                // As the terminal has asked for. SIGCONT wakes this process, and the ranks are told then.
+                // Stops this process, as the terminal has asked. When SIGCONT wakes it, it hands SIGCONT to the ranks.
                 let _ = rustix::process::kill_process(rustix::process::getpid(), Signal::STOP);
             }
             (SIGUSR1 | SIGUSR2 | SIGCONT | SIGWINCH | SIGSTOP, _) => self.hand_on(signal),
             (SIGINT | SIGTERM | SIGHUP, Phase::Running | Phase::Grace(_)) => {
                 self.stopped_by(signal);
-                // The end of a terminal's line asks for the same as SIGTERM, which programs know how to take.
+                // SIGHUP (the terminal has gone) ends the job as SIGTERM does, and more programs handle SIGTERM.
                 self.terminate(if signal == SIGHUP { SIGTERM } else { signal });
             }
-            // A terminal that goes away tells it twice, and means it once.
-            (SIGINT | SIGTERM, Phase::Terminating(_)) => self.kill(),
+            // A second SIGINT or SIGTERM kills at once; not a second SIGHUP, as a terminal that goes away may send two.
+            (SIGINT | SIGTERM, Phase::Terminating(_)) => {
+                self.stopped_by(signal);
+                self.kill();
+            }
+            (SIGINT | SIGTERM, Phase::Killed(_)) => self.stopped_by(signal),
             _ => {}
         }
     }
 
-    /// Hands a signal to all ranks that ends nothing, on all hosts.
+    /// Hands a signal that does not end the job to all ranks, on all hosts.
     fn hand_on(&self, signal: i32) {
         let Some(to_ranks) = Signal::from_named_raw(signal) else { return };
         let mut without_handler = Vec::new();
@@ -365,7 +380,7 @@ impl Launcher<'_> {
                         without_handler.push(rank.to_string());
                     }
                     for pid in takers {
-                        // Fails where it has just ended.
+                        // Fails if the process has just ended.
                         let _ = rustix::process::kill_process(pid, to_ranks);
                     }
                 }
@@ -384,17 +399,17 @@ impl Launcher<'_> {
         }
     }
 
-    /// Tells the ranks to end, by this signal.
+    /// Sends the ranks this signal, which tells them to end.
     fn terminate(&mut self, signal: i32) {
         let to_ranks = Signal::from_named_raw(signal).unwrap_or(Signal::TERM);
         for member in &self.members {
             match &member.kind {
                 Kind::Agent(agent) if agent.greeted => member.say(agent::signal(signal)),
-                // A connection that is only being made.
+                // Without a greeting the connection may still be being made: this ends ssh, or the agent.
                 Kind::Agent(_) => member.signal(Signal::TERM),
                 Kind::Rank { .. } => {
                     member.signal(to_ranks);
-                    // One that stands still would not hear of it.
+                    // A stopped process would not handle the signal before it continues.
                     member.signal(Signal::CONT);
                 }
             }
@@ -405,17 +420,17 @@ impl Launcher<'_> {
     fn kill(&mut self) {
         for member in &mut self.members {
             match &mut member.kind {
-                // Its stdin ends, wherever it is. Without the agent's greeting there may be nobody who reads it.
+                // Closes the agent's stdin, whichever host it is on: then it kills its ranks. Before its greeting, perhaps nobody reads that stdin.
                 Kind::Agent(agent) if agent.greeted => drop(agent.orders.take()),
                 _ => member.signal(Signal::KILL),
             }
         }
-        // Agents do the same on their hosts.
+        // Agents do the same on their hosts when their stdin ends.
         self.guard.kill(&self.rank_sessions());
         self.phase = Phase::Killed(Instant::now() + KILL_TO_GIVE_UP);
     }
 
-    /// Kills what ranks have left behind in their sessions; and, of everything, what has left them.
+    /// Kills what ranks have left behind in their sessions; with `everything`, also the job's processes that have left these sessions.
     fn kill_leftovers(&self, everything: bool) {
         self.signal_all(Signal::KILL);
         let sessions: Vec<Pid> = self.members.iter().map(|member| member.pid).collect();
@@ -426,7 +441,7 @@ impl Launcher<'_> {
         }
     }
 
-    /// As process 1 of a container the launcher becomes the parent of all processes whose own parent has ended.
+    /// If the launcher is process 1 of a container, it becomes the parent of all processes whose own parent has ended, and has to reap them.
     fn reap_orphans(&self) {
         let own = rustix::process::getpid();
         if !own.is_init() {
@@ -448,7 +463,7 @@ impl Launcher<'_> {
 
     fn reap(&mut self) {
         for member in &mut self.members {
-            // Without waiting: one that could not be killed is left to init.
+            // Half a second at most: a member that could not be killed is left to init.
             let until = Instant::now() + Duration::from_millis(if member.ended { 0 } else { 500 });
             while matches!(member.child.try_wait(), Ok(None)) && Instant::now() < until {
                 thread::sleep(Duration::from_millis(1));

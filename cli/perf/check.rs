@@ -1,11 +1,11 @@
-//! The check: a rank's result beside the oracle's, piece by piece.
+//! The check: compares a rank's result with the oracle's, piece by piece.
 //!
-//! Inputs repeat after `PERIOD` elements, and so does what a collective makes of each block. So the oracle is asked once for a
-//! block's first elements, and the rest of the block is compared with these, a slice at a time.
+//! Inputs repeat after `PERIOD` elements, and so does the result within each block. So the oracle is asked only for the first `PERIOD`
+//! elements of a block, and the whole block is compared with repetitions of these, a slice at a time.
 
 use super::case::{Case, PERIOD, Value};
 
-/// Elements that are compared at a time: a whole number of periods, so that the next ones begin as these do.
+/// Elements that are compared at a time: a whole number of periods, so that each slice of a block begins at the start of a period.
 const PATTERN: usize = 64 * PERIOD;
 
 /// How many elements of a rank's result are wrong.
@@ -19,11 +19,12 @@ pub(crate) fn wrong<T: Value>(case: &Case, buf: &[T], in_place: bool) -> u64 {
 #[derive(Debug)]
 pub(crate) struct Check<'a, T> {
     case: &'a Case,
-    /// The block that the pattern is of.
+    /// The block that `expected` belongs to.
     block: Option<usize>,
-    /// What the elements of the block must be, from its first one on.
+    /// What the elements of the block must be, from its first one on: at most `PATTERN` of them.
     expected: Vec<f64>,
-    /// The same in the element type, and whether each of these passes the check: a number that the type cannot hold does not.
+    /// The values of the element type that are nearest to `expected`, and whether all of them pass the check themselves: not if the type
+    /// cannot hold a number.
     nearest: Vec<T>,
     all_pass: bool,
 }
@@ -41,7 +42,7 @@ impl<'a, T: Value> Check<'a, T> {
             if self.block != Some(block) {
                 self.ask(block);
             }
-            // Up to the end of the pattern, which is the end of the block at the latest.
+            // Up to the end of the piece, of the pattern or of the block, whichever comes first.
             let start = within % PERIOD;
             let len = piece.len().min(self.expected.len() - start).min(self.case.count - within);
             let (here, rest) = piece.split_at(len);
@@ -51,10 +52,10 @@ impl<'a, T: Value> Check<'a, T> {
         wrong
     }
 
-    /// Elements that the pattern has from `start` on.
+    /// Compares these elements with the pattern from its element `start` on, and counts the wrong ones.
     fn wrong_here(&self, start: usize, here: &[T]) -> u64 {
         let range = start..start + here.len();
-        // Without a way out at the first difference, the compiler compares many elements at a time.
+        // A loop that does not stop at the first difference is compiled to compare many elements at a time.
         let same = here.iter().zip(&self.nearest[range.clone()]).fold(true, |same, (x, y)| same & (x == y));
         if same && self.all_pass {
             return 0;
@@ -90,7 +91,7 @@ mod tests {
         Case::new(What::Collective(kind), op, 1, (rank, 3), elements)
     }
 
-    /// What the rank is to have.
+    /// The result that the rank should have.
     fn result<T: Value>(case: &Case) -> Vec<T> {
         (0..case.lengths().1).map(|i| T::nearest(case.expected::<T>(i))).collect()
     }
@@ -109,7 +110,7 @@ mod tests {
                 let case = case(kind, ReduceOp::Sum, rank, elements);
                 let result = result::<f32>(&case);
                 assert_eq!(Check::new(&case).wrong(0, &result), 0, "{kind:?} of {elements} on rank {rank}");
-                // The elements of others: mostly wrong, and as many as the oracle says.
+                // Shifted by one element, most are wrong: as many as the oracle says.
                 let shifted: Vec<f32> = result.iter().skip(1).chain(result.first()).copied().collect();
                 let expected = by_the_oracle(&case, &shifted);
                 assert_eq!(
@@ -156,7 +157,7 @@ mod tests {
         assert_eq!(Check::new(&case).wrong(0, &result), 1);
     }
 
-    /// That the element is as near as the type comes does not make it right.
+    /// An element is not right merely because it is the type's nearest value.
     #[test]
     fn a_number_that_the_type_does_not_hold_is_wrong() {
         let case = Case::new(What::Collective(Kind::AllReduce), ReduceOp::Prod, 0, (0, 20), 300);

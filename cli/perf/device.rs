@@ -1,4 +1,4 @@
-//! Ranks on a CUDA device, and what the device does by itself.
+//! Ranks on a CUDA device, and how fast the device itself copies.
 
 use std::rc::Rc;
 
@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use super::clock::Clock;
 use super::measure::together;
 
-/// Copies that are timed together, behind one that is not: while the device is busy with that, the host puts the others there.
+/// Copies that are timed together. An untimed copy goes before them: while the device is busy with it, the host queues the others.
 const COPIES: usize = 4;
 const ROUNDS: usize = 10;
 const WARMUP: usize = 2;
@@ -19,23 +19,25 @@ const WARMUP: usize = 2;
 pub(crate) struct Facts {
     pub(crate) ordinal: usize,
     pub(crate) name: String,
-    /// The CUDA driver's library, and the CUDA that it supports.
+    /// The file of the CUDA driver's library.
     pub(crate) driver: String,
+    /// The version of CUDA that the driver supports.
     pub(crate) cuda: String,
-    /// How operations run: `peer`, by kernels there, or `staged`, through the host, and why.
+    /// How operations run: `peer` (by kernels on the device), `NCCL` and which, or `staged` (through the host's memory) and why.
     pub(crate) path: String,
-    /// Copies within the device's memory, by its own clock: GB/s (powers of 1000) of bytes copied, the median over rounds, and
-    /// the bytes of one copy. `None`: the driver has no such clock.
+    /// GB/s (powers of 1000) of bytes copied within the device's memory, as the device's events tell: the median over rounds. `None`: the
+    /// driver cannot tell the time between events.
     pub(crate) copy_gbs: Option<f64>,
+    /// The bytes of one such copy.
     pub(crate) copy_bytes: usize,
 }
 
-/// A rank's place on its device: its buffers are there, in the order of this stream.
+/// A rank's place on its device: the stream in whose order its buffers are used there.
 #[derive(Debug)]
 pub(crate) struct Place {
     pub(crate) stream: DeviceStream,
     path: DevicePath,
-    /// Of that stream.
+    /// The clock of `stream`.
     clock: Rc<Clock>,
 }
 
@@ -44,11 +46,11 @@ pub(crate) struct Place {
 pub(crate) enum By {
     /// By kernels on the device.
     Kernels,
-    /// The same, and a stream of the buffers' waits for operations, so those have another.
+    /// By kernels on the device, on another stream than the buffers': the buffers' stream waits for each operation (`--join`).
     KernelsJoined,
     /// By NCCL, as far as it can.
     Nccl,
-    /// By the host: ranks only have buffers on the device.
+    /// By the host, through its own memory: only the ranks' buffers are on the device.
     Host,
 }
 
@@ -67,15 +69,15 @@ pub(crate) fn bind(comm: &mut Comm, ordinal: usize, by: By) -> Result<Place, Err
 }
 
 impl Place {
-    /// The clock of operations that kernels of ours run. `None`: the host runs them, and takes them through its own memory; or NCCL does,
-    /// for which streams may not wait before all ranks have called.
+    /// The device's clock, if allstream's kernels run the operations. `None`: the host runs them through its own memory; or NCCL does, and
+    /// then no stream may wait for an operation before all ranks have called it.
     pub(crate) fn clock(&self) -> Option<Rc<Clock>> {
         (self.path == DevicePath::Peer).then(|| self.clock.clone())
     }
 }
 
 impl Facts {
-    /// Measures: the device should have nothing else to do.
+    /// Measures the device, which should have nothing else to do meanwhile.
     pub(crate) fn of(Place { stream, path, clock }: &Place) -> Result<Facts, Error> {
         let (device, driver) = (stream.device(), cuda::driver()?);
         let (copy_bytes, copy_gbs) = copies(stream, clock)?;
@@ -95,7 +97,7 @@ impl Facts {
         })
     }
 
-    /// What stands above the table.
+    /// The lines above the table.
     pub(crate) fn lines(&self) -> [String; 3] {
         [
             format!("# device {}: {}, CUDA {} by {}", self.ordinal, self.name, self.cuda, self.driver),
@@ -111,7 +113,7 @@ impl Facts {
     }
 }
 
-/// Bytes of a copy, and GB/s.
+/// Times copies on the device: returns the bytes of one copy, and GB/s (`None`: the driver cannot tell times).
 fn copies(stream: &DeviceStream, clock: &Clock) -> Result<(usize, Option<f64>), Error> {
     let (free, _) = stream.device().memory()?;
     let bytes = (free / 64).clamp(1 << 20, 256 << 20) >> 20 << 20;

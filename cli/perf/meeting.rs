@@ -1,21 +1,22 @@
-//! Ranks that are threads of this process, and share a device: none of them joins a stream with an operation before all have called it (`Work::join`).
+//! A meeting point for ranks that are threads of this process and share a device: none of them joins an operation (`Work::join`) before all
+//! have called it.
 
 use std::cell::Cell;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-/// Looks before a thread that waits gives its core away each time.
+/// How often a waiting thread looks in a spin loop, before it yields its core after each look.
 const SPINS: u32 = 100;
 
 #[derive(Debug, Default)]
 struct Meeting {
-    /// How often ranks have come, all together.
+    /// How many calls of `meet` all ranks have made, in sum.
     came: AtomicUsize,
-    /// A rank comes no more.
+    /// A rank has dropped its seat, and comes no more.
     is_left: AtomicBool,
 }
 
-/// A rank's place in the meeting. When it is dropped, nobody waits for the rank any more.
+/// A rank's place in the meeting. Once a seat is dropped, no rank waits in `meet` any more.
 #[derive(Debug)]
 pub(crate) struct Seat {
     meeting: Arc<Meeting>,
@@ -24,13 +25,13 @@ pub(crate) struct Seat {
 }
 
 impl Seat {
-    /// For so many ranks.
+    /// The seats of this many ranks, one for each.
     pub(crate) fn all(ranks: usize) -> Vec<Seat> {
         let meeting = Arc::<Meeting>::default();
         (0..ranks).map(|_| Seat { meeting: meeting.clone(), ranks, turn: Cell::new(0) }).collect()
     }
 
-    /// Waits until all ranks have come here as often as this one. If a rank has left, the operation says why.
+    /// Waits until all ranks have called this as often as this rank. Returns at once if a rank has left: then the operation fails and says why.
     pub(crate) fn meet(&self) {
         self.turn.set(self.turn.get() + 1);
         let all = self.turn.get() * self.ranks;

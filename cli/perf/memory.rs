@@ -1,8 +1,8 @@
-//! The buffers that collectives are timed on: of any type, the user's own, in the arena, or on a device. What looks at their
-//! values is compiled for each type; what is timed is not.
+//! The buffers on which collectives are timed: of any type, in the user's own memory, in the arena, or on a device. Only the code that reads
+//! or writes their values is compiled for each type; the code that is timed is not.
 //!
-//! An input on a device is made once: the host puts a small part of it there, and the device makes the rest, and a copy of
-//! it, from which it refreshes the input before every round. A result is fetched and compared a piece at a time.
+//! An input on a device is made once: the host copies its beginning there, and the device makes the rest by copies. The device also keeps a
+//! second copy, from which it refreshes the input before every round. A result is fetched and compared a piece at a time.
 
 use allstream::cuda::{DeviceBuf, DeviceStream, PinnedBuf};
 use allstream::{AnyBuf, Buf, Comm, DType, Error, bf16, f8e4m3, f8e5m2, f16};
@@ -10,11 +10,11 @@ use allstream::{AnyBuf, Buf, Comm, DType, Error, bf16, f8e4m3, f8e5m2, f16};
 use super::case::{Case, PERIOD, Value};
 use super::check::{self, Check};
 
-/// Elements of an input that the host puts on a device, a whole number of periods: the device doubles them, and each doubling
-/// costs about as much as this (1 ms at most).
+/// Elements of an input that the host copies to a device, a whole number of periods. The device then doubles them again and again; each
+/// doubling takes about as long as this first copy (1 ms at most).
 const BEGINNING: usize = 2048 * PERIOD;
-/// Bytes of a result that are fetched at a time: long beside what a copy costs (tens of microseconds), short beside what may be
-/// pinned, for 8 ranks at once.
+/// Bytes of a result that are fetched at a time: so many that the fixed cost of a copy (tens of microseconds) does not matter, and so few
+/// that 8 ranks at once can have them in pinned memory.
 const PIECE: usize = 16 << 20;
 
 /// Where buffers are.
@@ -24,7 +24,7 @@ pub(crate) enum Place {
     User,
     /// The region that ranks of a host share.
     Arena,
-    /// A device, in the order of this stream.
+    /// The memory of a device; buffers are used in the order of this stream.
     Device(DeviceStream),
 }
 
@@ -36,13 +36,13 @@ pub(crate) struct Memory {
     values: Values,
 }
 
-/// Does something with a buffer of a case, which comes back.
+/// Does something with a buffer of a case, and returns the buffer.
 type Use = fn(AnyBuf, &Case, bool) -> Result<AnyBuf, Error>;
-/// Counts the values of a result that are not what they must be.
+/// Counts the wrong values of a result, and returns the buffer, too.
 type Count = fn(AnyBuf, &Case, bool) -> Result<(AnyBuf, u64), Error>;
 type Pair = (AnyBuf, AnyBuf);
 
-/// What depends on the type.
+/// The functions that are compiled for each element type.
 #[derive(Clone, Copy, Debug)]
 struct Values {
     make: fn(&Comm, &Place, usize) -> Result<AnyBuf, Error>,
@@ -75,7 +75,7 @@ impl Memory {
         Memory { dtype, place, values }
     }
 
-    /// The stream in whose order buffers on a device are.
+    /// The stream in whose order buffers on a device are used; `None` for host memory.
     pub(crate) fn stream(&self) -> Option<&DeviceStream> {
         match &self.place {
             Place::Device(stream) => Some(stream),
@@ -83,27 +83,27 @@ impl Memory {
         }
     }
 
-    /// A buffer of so many zeros.
+    /// A buffer of `len` zeros.
     pub(crate) fn make(&self, comm: &Comm, len: usize) -> Result<AnyBuf, Error> {
         (self.values.make)(comm, &self.place, len)
     }
 
-    /// Puts in the input of a case: on a device into a buffer of zeros. Done when it returns: the clock starts later.
+    /// Writes the input of a case into a buffer; one on a device must hold zeros. All is written when this returns, so none of it is timed.
     pub(crate) fn fill(&self, buf: AnyBuf, case: &Case, in_place: bool) -> Result<AnyBuf, Error> {
         (self.values.fill)(buf, case, in_place)
     }
 
-    /// A buffer on a device, and a copy of it.
+    /// Copies a buffer on a device: returns the buffer and its copy.
     pub(crate) fn copy(&self, buf: AnyBuf) -> Result<Pair, Error> {
         (self.values.copy)(buf)
     }
 
-    /// Copies the second buffer into the first, both on a device, which does so. Done when it returns.
+    /// Copies `kept` into `buf`, both on a device, and waits until the device has done so.
     pub(crate) fn refresh(&self, buf: AnyBuf, kept: AnyBuf) -> Result<Pair, Error> {
         (self.values.refresh)(buf, kept)
     }
 
-    /// Puts zeros in, on a device by taking another buffer. Done when it returns.
+    /// Fills a buffer with zeros (on a device: returns a new buffer in its place). All is zero when this returns.
     pub(crate) fn clear(&self, comm: &Comm, buf: AnyBuf) -> Result<AnyBuf, Error> {
         match self.stream() {
             None => Ok((self.values.clear)(buf)),
@@ -166,7 +166,7 @@ impl Values {
     }
 }
 
-/// Puts the input of a case into a buffer of zeros: its beginning from the host, which the device doubles until all is there.
+/// Writes the input of a case into a buffer of zeros. The host copies the beginning; the device then doubles what is there until all is.
 fn filled<T: Value>(mut buf: DeviceBuf<T>, case: &Case, in_place: bool) -> Result<DeviceBuf<T>, Error> {
     let (len, own) = (buf.len(), case.own(buf.len(), in_place));
     let mut beginning = vec![T::of(0); own.len().min(BEGINNING)];

@@ -162,9 +162,12 @@ pub(crate) fn run(args: &PerfArgs) -> Result<Exit, BoxError> {
                     .into(),
             );
         }
+        if args.link.len() > 1 && !args.worker {
+            return Err("--link names several links, and the ranks of a job that a launcher has started have one: start a job for each".into());
+        }
         let rendezvous = Rendezvous::from_env()?;
         let runtime = runtime()?;
-        // What the command does not say, the environment may.
+        // If the command names no link, `ALLSTREAM_LINK` may.
         let said = args.worker_link.or(args.link.first().copied()).filter(|link| *link != LinkChoice::AUTO);
         let asked = || std::env::var("ALLSTREAM_LINK").ok().and_then(|link| link.parse().ok());
         let link = said.or_else(asked).unwrap_or_default();
@@ -178,7 +181,7 @@ pub(crate) fn run(args: &PerfArgs) -> Result<Exit, BoxError> {
     if args.threads { in_threads(args) } else { in_processes(args) }
 }
 
-/// What can be said before any rank is started.
+/// Refuses wrong options that can be found before any rank is started.
 fn check(args: &PerfArgs) -> Result<(), BoxError> {
     let ranks = args.ranks.map_or(2, NonZeroUsize::get);
     let wrong = if args.minbytes > args.maxbytes {
@@ -228,7 +231,7 @@ impl PerfArgs {
         self.collective.reduces()
     }
 
-    /// Bytes: as listed, or least first.
+    /// The sizes in bytes: as `--sizes` lists them, or of the range, the smallest first.
     fn sizes(&self) -> Vec<u64> {
         if !self.sizes.is_empty() {
             return self.sizes.clone();
@@ -249,13 +252,13 @@ impl PerfArgs {
         sizes
     }
 
-    /// One of so many bytes, about.
+    /// A case of about this many bytes; `unit` is the size of an element.
     fn case(&self, comm: &Comm, bytes: u64, unit: usize) -> Result<Case, BoxError> {
         let elements = usize::try_from(bytes)? / unit;
         Ok(Case::new(self.collective, self.op, self.root, (comm.rank(), comm.size()), elements))
     }
 
-    /// Those of all sizes; what is less than a block is the same as before.
+    /// The cases of all sizes. A size that rounds to the same number of elements as the one before is left out.
     fn cases(&self, comm: &Comm, unit: usize) -> Result<Vec<Case>, BoxError> {
         let mut cases = self
             .sizes()
@@ -283,7 +286,7 @@ fn in_threads(args: &PerfArgs) -> Result<Exit, BoxError> {
     }
 }
 
-/// Each rank on a thread of its own; what they come to, in rank order.
+/// Runs `each` for every rank, on a thread for each; returns the results in rank order.
 pub(crate) fn on_threads<T: Send>(
     comms: Vec<Comm>,
     each: impl Fn(&mut Comm) -> Result<T, BoxError> + Sync,
@@ -300,7 +303,7 @@ pub(crate) fn on_threads<T: Send>(
             }
             all
         });
-        // The rank that has failed by itself knows why; the others know that it has left.
+        // A rank that failed by itself knows why; the others only report that they lost it, so their errors come last.
         let is_echo = |error: &BoxError| matches!(error.downcast_ref(), Some(Error::PeerLost { .. }));
         failed.sort_by_key(is_echo);
         failed.into_iter().next().map_or(Ok(ended), Err)
@@ -312,7 +315,7 @@ fn cores() -> usize {
     std::thread::available_parallelism().map_or(1, NonZeroUsize::get)
 }
 
-/// A job for each link; rank 0 of each leaves its figures in a file of ours.
+/// Runs a job for each link. Rank 0 of each job leaves its figures in a file, which this process reads.
 fn in_processes(args: &PerfArgs) -> Result<Exit, BoxError> {
     let folder = tempfile::Builder::new().prefix("allstream-perf-").tempdir()?;
     let ranks = args.ranks.map_or(2, NonZeroUsize::get);
@@ -326,7 +329,7 @@ fn in_processes(args: &PerfArgs) -> Result<Exit, BoxError> {
         own.push("--worker-cores".into());
         own.push(cores().to_string().into());
         if args.bind_to.is_none() {
-            // So that they can say it.
+            // So that rank 0 can print how the ranks are bound.
             own.extend(["--bind-to", bind.name()].map(Into::into));
         }
         let (program, args) = own::program(own)?;
@@ -347,7 +350,7 @@ fn in_processes(args: &PerfArgs) -> Result<Exit, BoxError> {
     }
 }
 
-/// What is left to do with the figures: by rank 0 of a job that we started, only to hand them over.
+/// Prints the footer, and writes the files that were asked for. Rank 0 of a job that `perf` itself started only hands the figures over.
 fn conclude(args: &PerfArgs, report: &Report) -> Result<Exit, BoxError> {
     if let Some(path) = &args.worker_json {
         report.write(path).map_err(|error| named("the figures", path, &error))?;
@@ -373,13 +376,13 @@ fn named(option: &str, path: &Path, error: &dyn std::fmt::Display) -> BoxError {
     format!("{option} {}: {error}", path.display()).into()
 }
 
-/// The same on a communicator that is there, for a command that is not `perf`.
+/// Measures on a communicator that exists already, for commands other than `perf`.
 pub(crate) fn on(comm: &mut Comm, args: &PerfArgs) -> Result<Report, BoxError> {
     check(args)?;
     measure_all(comm, args, args.link.first().copied().unwrap_or_default(), None)
 }
 
-/// All sizes by all algorithms; rank 0 prints as it goes. `seat`: of a rank whose process has others.
+/// Measures all sizes with all algorithms; rank 0 prints each line at once. `seat`: this rank's, if all ranks are threads of one process.
 fn measure_all(
     comm: &mut Comm,
     args: &PerfArgs,
@@ -394,7 +397,7 @@ fn measure_all(
     }
     let console = Console::new(comm.rank() == 0);
     let place = args.device.map(|ordinal| device::bind(comm, ordinal, args.by())).transpose()?;
-    // One rank, while the others have nothing to do.
+    // Rank 0 alone measures the device, while the other ranks wait in `together`.
     let facts = match &place {
         Some(place) if comm.rank() == 0 => device::Facts::of(place).map(Some),
         _ => Ok(None),
@@ -477,7 +480,8 @@ fn measure_all(
     Ok(report)
 }
 
-/// An all_reduce of so many bytes of `f32`, summed in place, timed as without any options. All ranks call it together and get the same.
+/// Times an all_reduce of this many bytes of `f32`, summed in place, with the default options. All ranks call this together, and all get the
+/// same times.
 pub(crate) fn all_reduce_time(comm: &mut Comm, bytes: usize) -> Result<Time, Error> {
     let effort = Effort::usual(Memory::new(DType::F32, Place::User));
     let place = (comm.rank(), comm.size());
@@ -486,7 +490,7 @@ pub(crate) fn all_reduce_time(comm: &mut Comm, bytes: usize) -> Result<Time, Err
     measure_in_place(comm, &case, &effort)
 }
 
-/// One link and algorithm.
+/// Measures all sizes over one link with one algorithm.
 fn series(
     comm: &mut Comm,
     args: &PerfArgs,

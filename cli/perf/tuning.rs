@@ -1,4 +1,4 @@
-//! `allstream perf --check-tuning`: how far the algorithm that is chosen is from the best of those that can be named.
+//! `allstream perf --check-tuning`: how much slower the automatically chosen algorithm is than the best of those that can be named.
 
 use allstream::{Algo, Comm, Error, plan};
 use serde::{Deserialize, Serialize};
@@ -9,18 +9,18 @@ use super::measure::{Effort, measure_in_place};
 use crate::console::Console;
 use crate::error::BoxError;
 
-/// At most so many times the best's time.
+/// A choice is good if its time is at most this many times the best algorithm's time.
 const BAR: f64 = 1.15;
 /// Rounds over all algorithms, interleaved.
 const ROUNDS: usize = 5;
 
-/// One size: microseconds, the median of the rounds' medians, in place.
+/// The times of one size, in place: in microseconds, the median over the rounds' medians.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Choice {
     pub(crate) size: usize,
-    /// By the algorithm that is chosen where none is named.
+    /// The time with the algorithm that is chosen if the call names none.
     pub(crate) auto_us: f64,
-    /// By each that can be named, fastest first.
+    /// The name and the time of each algorithm that can be named, fastest first.
     pub(crate) named: Vec<(String, f64)>,
 }
 
@@ -30,7 +30,7 @@ impl Choice {
         Choice { size, auto_us, named }
     }
 
-    /// The time by the chosen algorithm, by the best one's.
+    /// The chosen algorithm's time divided by the best one's.
     fn ratio(&self) -> f64 {
         self.named.first().map_or(1.0, |(_, best)| self.auto_us / best)
     }
@@ -48,7 +48,7 @@ impl Choice {
     }
 }
 
-/// What stands above the columns.
+/// The two lines above the columns.
 fn head() -> [String; 2] {
     [
         format!(
@@ -73,7 +73,7 @@ pub(crate) fn footer(choices: &[Choice]) -> Option<String> {
     ))
 }
 
-/// All sizes.
+/// Measures all sizes, and prints a line for each.
 pub(crate) fn check(
     comm: &mut Comm,
     args: &PerfArgs,
@@ -87,7 +87,7 @@ pub(crate) fn check(
     let small = args.case(comm, 4, unit)?;
     for &algo in plan::algorithms(kind) {
         (effort.algo, effort.iters) = (algo, Some(1));
-        // Refused on all ranks alike, before anything is sent.
+        // An algorithm that cannot be named here is refused on all ranks alike, before anything is sent.
         match measure_in_place(comm, &small, effort) {
             Ok(_) => algos.push(algo),
             Err(Error::Invalid { .. }) => {}
@@ -104,7 +104,7 @@ pub(crate) fn check(
         effort.iters = Some(iters.unwrap_or_else(|| Effort::iterations(size)).div_ceil(ROUNDS));
         let mut times = vec![Vec::new(); algos.len()];
         for round in 0..ROUNDS {
-            // Each is the first in its turn.
+            // Each round begins with the next algorithm, so that none is always the first.
             for which in (0..algos.len()).map(|turn| (turn + round) % algos.len()) {
                 (effort.algo, effort.check) = (algos[which], checks && round == 0);
                 let time = measure_in_place(comm, &case, effort)?;

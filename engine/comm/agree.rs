@@ -1,4 +1,4 @@
-//! [`Comm::agree`]: one verdict for all survivors, over the control connections.
+//! [`Comm::agree`]: the survivors reach one verdict, over the control connections.
 
 use std::fmt;
 use std::future::Future;
@@ -13,8 +13,8 @@ use crate::error::Error;
 use crate::forked;
 use crate::mem::Promise;
 
-/// An agreement that this rank has called: a future on any runtime, or [`wait`](Agree::wait). Dropping it withdraws
-/// nothing: the vote counts.
+/// An agreement that this rank has called: await it on any runtime, or block in [`wait`](Agree::wait). Dropping it does not
+/// withdraw this rank's vote.
 #[must_use = "the verdict comes through it: await it or `.wait()` for it"]
 pub struct Agree {
     verdict: Promise<Answer>,
@@ -32,7 +32,7 @@ impl Agree {
     /// Blocks until the verdict is there, or the deadline has passed.
     ///
     /// # Errors
-    /// As awaiting it.
+    /// The same as when it is awaited: see [`Comm::agree`].
     pub fn wait(self) -> Result<Verdict, Error> {
         forked::check()?;
         self.verdict.wait().unwrap_or_else(taken)
@@ -56,19 +56,19 @@ impl Future for Agree {
 }
 
 on_both! {
-    /// One verdict for all survivors: whether the flags of all of them are `true`, and who they are. As
-    /// `MPIX_Comm_agree` of ULFM.
+    /// Gives all survivors one verdict: whether all of them passed `true`, and which ranks are lost. Like
+    /// `MPIX_Comm_agree` of ULFM (MPI's extension for failures).
     ///
     /// It runs over the control connections, not over the data path, so it works on a communicator that is
-    /// dead: aborted, timed out, or robbed of ranks. It works again and again. Every rank calls it equally
-    /// often: the calls of a communicator are numbered, apart from its collectives. A call votes at once,
+    /// dead: aborted, timed out, or with lost ranks. It can be called any number of times. Every rank must call
+    /// it equally often: its calls are numbered, separately from the collectives. A call votes at once,
     /// polled or not, and a vote cannot be withdrawn.
     ///
-    /// **Every rank that gets a verdict gets the same**, also one that is lost after it: any number of ranks
-    /// may die at any moment of it, and those that are left still get theirs. A rank that was stopped for so
-    /// long that the others declared it lost, and then wakes up, gets an error that says so. What is not
-    /// covered: a group that falls apart in two sides, each of which has declared the other lost, gets a
-    /// verdict on each side.
+    /// **Every rank that gets a verdict gets the same one**, even a rank that dies after it. Any number of ranks
+    /// may die at any moment of the agreement, and the others still get the verdict. A rank that was stopped for
+    /// so long that the others declared it lost, and then wakes up, gets an error that says so. One case is not
+    /// covered: if a group falls apart into two sides, and each has declared the other lost, each side gets its
+    /// own verdict.
     ///
     /// The deadline is the communicator's (5 minutes, or `ALLSTREAM_TIMEOUT` seconds); see
     /// [`agree_within`](Self::agree_within).
@@ -89,20 +89,20 @@ on_both! {
     /// # drop((smaller, rank)); Ok(()) }
     /// ```
     ///
-    /// What it does not do is make the group of survivors: `shrink` does. A group that was split off *before* the failure, and has no
-    /// lost rank among its members, is untouched.
+    /// It makes no communicator of the survivors: `shrink` does. A group that was split off *before* the failure, and has no
+    /// lost rank among its members, works on.
     ///
     /// # Errors
     /// [`Error::NoVerdict`] at the deadline, naming the ranks that live and have not called; the agreement
     /// stays open, and ranks that wait longer may still get a verdict. [`Error::PeerLost`] with this rank's
-    /// own number where the others have declared it lost; so for every later call. [`Error::QueueFull`] when
-    /// 64 agreements are open.
+    /// own number if the others have declared it lost; every later call then fails in the same way.
+    /// [`Error::QueueFull`] when 64 agreements are open.
     pub fn agree(&self, flag: bool) -> Agree {
         let timeout = self.place().0.config.timeout;
         self.agree_within(flag, timeout)
     }
 
-    /// [`agree`](Self::agree) with a deadline of its own.
+    /// [`agree`](Self::agree) with this deadline instead of the communicator's.
     pub fn agree_within(&self, flag: bool, timeout: Duration) -> Agree {
         let (endpoint, world) = self.place();
         Agree { verdict: world.agree(endpoint, None, flag, timeout), _comm: self.held() }

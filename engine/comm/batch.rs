@@ -11,7 +11,7 @@ use crate::error::Failed;
 use crate::exec::Direction;
 use crate::types::Rank;
 
-/// What messages are matched by.
+/// The direction of a message, and what it is matched by: peer and tag.
 #[derive(Clone, Copy)]
 pub(super) struct Envelope {
     pub(super) direction: Direction,
@@ -24,26 +24,26 @@ pub(super) struct Envelope {
 pub enum Message<B> {
     /// Send `buf` to a rank.
     Send {
-        /// What to send; comes back when it may be changed again.
+        /// The data to send. The buffer comes back when it may be changed again.
         buf: B,
-        /// To whom.
+        /// The rank that receives.
         to: Rank,
-        /// Messages are matched by peer, tag and order.
+        /// A send and a receive match if peer and tag do, in the order in which they were called.
         tag: u32,
     },
     /// Receive into `buf` from a rank.
     Recv {
-        /// Where to; its length and type must be the sender's.
+        /// The buffer to receive into. Its length and type must be those of the sender's buffer.
         buf: B,
-        /// From whom.
+        /// The rank that sends.
         from: Rank,
-        /// Messages are matched by peer, tag and order.
+        /// A send and a receive match if peer and tag do, in the order in which they were called.
         tag: u32,
     },
 }
 
 impl<B> Message<B> {
-    /// With whom, and the buffer.
+    /// Splits the message into what it is matched by, and the buffer.
     pub(super) fn parts(self) -> (Envelope, B) {
         match self {
             Message::Send { buf, to, tag } => (Envelope { direction: Direction::Send, peer: to, tag }, buf),
@@ -54,7 +54,7 @@ impl<B> Message<B> {
     }
 }
 
-/// Messages in flight together: a future of all buffers, in the order given.
+/// Messages that are in flight together: a future that gives back all buffers, in the order of the messages.
 #[must_use = "the buffers come back through it"]
 pub struct Batch<B>(Vec<Part<B>>);
 
@@ -72,10 +72,10 @@ impl<B> Batch<B> {
         Batch(works.map(Part::Running).collect())
     }
 
-    /// Blocks until all are finished.
+    /// Blocks until all messages are finished.
     ///
     /// # Errors
-    /// The first failure, with the buffers that may be had.
+    /// The error of the first message, in the order given, that failed; with each buffer that comes back (`None`: that one does not).
     pub fn wait(self) -> Result<Vec<B>, Failed<Vec<Option<B>>>> {
         let mut error = None;
         let buf = |part: Part<B>| match part.outcome() {

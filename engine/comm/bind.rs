@@ -1,4 +1,4 @@
-//! Binding a communicator to devices: its operations on device buffers then run there.
+//! Binds a communicator to devices: its operations on device buffers then run on the devices.
 
 use std::sync::Arc;
 
@@ -29,45 +29,45 @@ pub enum DevicePath {
     Peer,
     /// By the host, through pinned memory.
     Staged {
-        /// What is in the way of the other.
+        /// Why the devices cannot do it themselves.
         why: String,
     },
-    /// By NVIDIA's library, what that takes; else as the other two.
+    /// By NVIDIA's library (NCCL), if it takes the operation; else by kernels or staged, as in the other two variants.
     Nccl {
         /// The library and its version.
         library: String,
-        /// Where what NCCL does not take is staged: why.
+        /// If operations that NCCL does not take are staged: why they are. `None`: kernels run them.
         staged: Option<String>,
     },
 }
 
-/// What the ranks of a communicator have found out of each other's devices: how they reach them, or why they do not.
+/// What a rank has found out about the other ranks' devices: how to reach them, or why it cannot.
 type Reaching = Result<(Vec<Option<Arc<PeerDevice>>>, Option<Arc<Far>>), String>;
 
 made_together! {
-    /// Binds this rank to a device, with a stream of the highest priority of its own: collectives on device buffers then run
-    /// on the devices, by kernels that read the memory of the other ranks' devices (or the same one: several ranks may
-    /// have one device). Collective: all ranks call it, each with its device.
+    /// Binds this rank to a device, and makes a stream of the highest priority for it. Collectives on device buffers then run
+    /// on the devices, by kernels that read the memory of the other ranks' devices (several ranks may also share one
+    /// device). Collective: all ranks call it, each with its device.
     ///
-    /// Where the devices cannot reach each other, all ranks are told why, and stay as they were: device buffers go
-    /// through the host's memory. So they do in messages, and in collectives with a function of yours.
+    /// If the devices cannot reach each other, all ranks are told why, and stay as they were: device buffers go through
+    /// the host's memory. In messages, and in collectives with a reduction function of yours, they always do so.
     ///
-    /// Memory of other libraries ([`DeviceBuf::from_foreign`], DLPack) is read by the other ranks where it lies, if their devices can be
-    /// given it: between processes what `cudaMalloc` gave, as torch and cupy allocate by default, in allocations of 2 MiB or more. Else the operation works on a copy in
-    /// memory of allstream's, on the same device; [`device_copies`](Self::device_copies) says why.
+    /// The other ranks read memory of other libraries ([`DeviceBuf::from_foreign`], DLPack) in place, if it can be shared with their devices.
+    /// Between processes this needs memory from `cudaMalloc` (the default of torch and cupy), in allocations of 2 MiB or more. Else the
+    /// operation works on a copy in allstream's own memory, on the same device; [`device_copies`](Self::device_copies) says why.
     ///
     /// With `ALLSTREAM_NCCL=require` this is [`bind_nccl`](Self::bind_nccl).
     ///
-    /// From then on every device buffer of a collective is on this rank's device, all ranks of one call have either
-    /// device buffers or host buffers (else it is an [`Error::Mismatch`]), and the call waits for nothing: its kernels
-    /// are put on the stream when all ranks have called. A communicator stays bound to the end, and those made from it
-    /// begin without.
+    /// From then on every device buffer of a collective must be on this rank's device, and in one call all ranks must pass
+    /// device buffers, or all host buffers (else it is an [`Error::Mismatch`]). The call itself waits for nothing: its kernels
+    /// are put on the stream when all ranks have called. A communicator stays bound to its end; communicators that are made
+    /// from it begin unbound.
     ///
     /// [`DeviceBuf::from_foreign`]: crate::cuda::DeviceBuf::from_foreign
     ///
     /// # Errors
-    /// On all ranks, and the communicator stays as it was: [`Error::Invalid`] where a rank is bound already;
-    /// [`Error::Cuda`] where the driver refuses. Else as a collective.
+    /// All ranks get an error, and the communicator stays as it was: [`Error::Invalid`] if a rank is bound already;
+    /// [`Error::Cuda`] if the driver refuses. Also the errors of any collective.
     async fn bind_device [] (device: &Device) -> Result<DevicePath, Error> = |comm| async {
         match comm.handle().membership.world.common.defaults.nccl {
             NcclUse::Require => comm.bind_by_nccl(device).await,
@@ -75,42 +75,43 @@ made_together! {
         }
     };
 
-    /// [`bind_device`](Self::bind_device) with a stream of the caller's for this rank's part.
+    /// Like [`bind_device`](Self::bind_device), but this rank's part of operations runs on the caller's stream.
     ///
-    /// Buffers in the order of that stream need no events between it and theirs. But a stream cannot wait for what is only
-    /// to be put on it: [`Work::join`](super::Work::join) of a buffer of that stream, or with it, blocks until all ranks have
-    /// called. To overlap, take a stream of its own.
+    /// Buffers in the order of that stream need no events between their stream and this one. But a stream cannot wait for work
+    /// that will be put on itself later: [`Work::join`](super::Work::join) of a buffer of that stream, or with that stream,
+    /// blocks until all ranks have called. To overlap computing and communicating, use two streams.
     ///
     /// # Errors
-    /// As there.
+    /// Those of [`bind_device`](Self::bind_device).
     async fn bind_stream [] (stream: &DeviceStream) -> Result<DevicePath, Error>
         = |comm| comm.bind(Ok(stream.clone()), None);
 
-    /// [`bind_device`](Self::bind_device), and NVIDIA's library (NCCL, 2.14 or newer) takes of the collectives on device buffers those
-    /// that it can: sums, products, minima and maxima of integers, averages of floats, broadcasts, gathers, scatters and exchanges,
-    /// also with a count for each rank, as long as a call names no algorithm and need not be deterministic. Which do is decided by the
-    /// call alone. All others (scans, say) go as they would without it; where the devices cannot reach each other, also on several hosts,
-    /// through the host's memory.
+    /// Like [`bind_device`](Self::bind_device), but NVIDIA's library (NCCL, 2.14 or newer) runs the collectives on device buffers that it
+    /// can: sums and products; minima and maxima of integers; averages of floats; broadcasts, gathers, scatters and exchanges,
+    /// also with a count for each rank, as long as a call names no algorithm and need not be deterministic. The call alone decides whether
+    /// NCCL runs it. All others (scans, say) run as they would without NCCL: through the host's memory where the devices cannot reach each
+    /// other, as on several hosts.
     ///
-    /// Messages of more than 4 KB go by NCCL, too, with their tags, in whatever order they are called. Of such a message both ends are
-    /// on a device, or neither is: else it is an [`Error::Mismatch`].
+    /// Messages of more than 4 KB go by NCCL, too, with their tags, in whatever order they are called. Both ends of such a message must be
+    /// on a device, or neither: else it is an [`Error::Mismatch`].
     ///
-    /// Each rank has a device of its own; or, where `NCCL_MULTI_RANK_GPU_ENABLE=1` is set for all ranks and NCCL is 2.30 or newer,
-    /// which takes it, some share one (threads of one process want `CUDA_DEVICE_MAX_CONNECTIONS=32` then, too). The ranks compare their calls over the host's links before NCCL is given one: what
-    /// they disagree on is an error, and a rank that does not call is named when the deadline has passed, as ever. Rounding is NCCL's.
+    /// Each rank has its own device. Ranks may share one if `NCCL_MULTI_RANK_GPU_ENABLE=1` is set for all ranks and NCCL is 2.30 or newer
+    /// (if they are threads of one process, set `CUDA_DEVICE_MAX_CONNECTIONS=32`, too). The ranks compare a call over the host's links
+    /// before NCCL gets it: if they disagree, the call is an error, and a rank that does not call is named at the deadline, as without NCCL.
+    /// Rounding is NCCL's.
     ///
-    /// All ranks must call collectives on communicators of one device in one order, also on different communicators: what NCCL takes
-    /// is launched in that order. Messages may be called at any time.
+    /// All ranks must call the collectives on all communicators of one device in the same order: NCCL's operations are launched in that
+    /// order. Messages may be called at any time.
     ///
     /// The library is found when this is first called: the file that `ALLSTREAM_NCCL_LIBRARY` names, and no other; else `libnccl.so.2`, conda's
     /// in `CONDA_PREFIX`, or pip's (`nvidia-nccl-cu12`, `-cu13`) in the environments that `VIRTUAL_ENV` and `CONDA_PREFIX` name. In Python the
-    /// interpreter's own packages come first. [`cuda::nccl`](crate::cuda::nccl) and `allstream info` say which it is. What it needs to find
-    /// the other ranks (`NCCL_SOCKET_IFNAME` and others) is said in its own documentation; its connections are not protected by
-    /// our token. With `ALLSTREAM_NCCL=off` this is [`bind_device`](Self::bind_device), and with `ALLSTREAM_NCCL=require` that is this;
-    /// all ranks say the same.
+    /// interpreter's own packages come first. [`cuda::nccl`](crate::cuda::nccl) and `allstream info` tell which file it is. NCCL's own documentation
+    /// says what it needs to find the other ranks (`NCCL_SOCKET_IFNAME` and others); allstream's token does not protect NCCL's
+    /// connections. With `ALLSTREAM_NCCL=off` this call does what [`bind_device`](Self::bind_device) does, and with `ALLSTREAM_NCCL=require`
+    /// that one does what this one does; all ranks must set the same.
     ///
     /// # Errors
-    /// As there; [`Error::Unavailable`] where there is no such library; [`Error::Library`] where it does not work.
+    /// Those of [`bind_device`](Self::bind_device); [`Error::Unavailable`] if no such library is found; [`Error::Library`] if it fails.
     async fn bind_nccl [] (device: &Device) -> Result<DevicePath, Error> = |comm| async {
         match comm.handle().membership.world.common.defaults.nccl {
             NcclUse::Off => comm.bind(DeviceStream::of_a_rank(device), None).await,
@@ -132,12 +133,12 @@ pub(super) fn binding_of(endpoint: &Endpoint) -> Option<&Arc<Binding>> {
 impl SharedComm {
     async fn bind_by_nccl(&self, device: &Device) -> Result<DevicePath, Error> {
         let library = NcclLibrary::find();
-        // NCCL is to find its stream where it was, so this is none that goes on as another.
+        // NCCL keeps the driver's handle of the stream, so the engine must not replace it by another, as it may with `of_a_rank`.
         let stream = library.as_ref().map_err(Clone::clone).and_then(|_| DeviceStream::high_priority(device));
         self.bind(stream, library.as_ref().ok().map(|library| library as &dyn Library)).await
     }
 
-    /// Binds it as another communicator of the same ranks is bound, if that is: to the same device. Collective.
+    /// If `other`, a communicator of the same ranks, is bound, binds this one to the same device and in the same way. Collective.
     pub(crate) async fn bind_like(&self, other: &SharedComm) -> Result<(), Error> {
         let Some(binding) = binding_of(&other.handle().endpoint) else { return Ok(()) };
         let device = binding.ours.stream.device();
@@ -176,8 +177,8 @@ impl SharedComm {
         Ok(DevicePath::Nccl { library: library.name(), staged })
     }
 
-    /// Finds out how the devices of all ranks reach each other. `library`: what is to have each to itself, unless it
-    /// shares them.
+    /// Finds out how the devices of all ranks reach each other. `library`: the library that is to run operations; it needs a device for
+    /// each rank, unless it can share devices.
     async fn reach_devices(
         &self,
         stream: Result<DeviceStream, Error>,
@@ -191,7 +192,7 @@ impl SharedComm {
                     format!("this communicator is bound already, to {:?}", bound.ours.stream.device());
                 Err(Error::invalid(CALL, problem))
             }
-            // To a library or to workers, which only tests have.
+            // Bound to a library alone or to workers: only tests do that.
             None if endpoint.bound().is_some() => {
                 Err(Error::invalid(CALL, "this communicator is bound already"))
             }
@@ -221,19 +222,19 @@ impl SharedComm {
         let mut far = None;
         if all.iter().any(Option::is_none) {
             let cards = self.step().all_to_all(cards).await?;
-            // What the driver refuses here cannot be: the processes are in two containers, say.
+            // If the driver refuses to open a peer's memory, the devices cannot reach each other: the processes are in two containers, say.
             let opened = group.open(&device, keep.clone(), &rows, (&offers, &cards));
             match self.all_of(CALL, Ok(opened)).await? {
                 Ok(opened) => far = Some(Arc::new(opened)),
                 Err(why) => return Ok((device, Err(why))),
             }
-            // Until here others may have been opening what was offered.
+            // Offers must live until here, as the other ranks were opening them.
             drop((offers, keep));
         }
         Ok((device, Ok((all, far))))
     }
 
-    /// Whether all ranks have come so far: an error, or why not, is one for all.
+    /// Whether all ranks have succeeded so far. If one has an error, or a reason why it cannot go on, all ranks return the same kind. Collective.
     pub(super) async fn all_of<T>(
         &self,
         call: &str,

@@ -1,4 +1,4 @@
-//! Bytes whose receivers need not know how many: one operation of two halves, lengths first.
+//! Collectives on bytes whose number the receivers need not know: each is one operation of two halves, first the lengths, then the bytes.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -13,9 +13,9 @@ use crate::mem::{ErasedBufs, zeroes};
 use crate::plan;
 use crate::types::{DType, Kind, Rank, Tables, digest};
 
-/// What such an operation holds.
+/// What such an operation owns while it is in flight.
 struct Bytes {
-    /// By rank (one, for a broadcast).
+    /// The number of bytes of each rank, by rank; in a broadcast that of the root alone.
     lengths: Vec<u64>,
     mine: Vec<u8>,
     all: Vec<u8>,
@@ -40,16 +40,17 @@ fn gathered(result: Outcome, held: Option<ErasedBufs>) -> Result<Vec<Vec<u8>>, F
     }
 }
 
-/// Makes the vector so long, where there is memory for it. What it holds then means nothing.
+/// Makes the vector `len` bytes long, with unspecified contents. An error where there is no memory for so many, or their sum has overflowed (`None`).
 fn make_room(call: Kind, buf: &mut Vec<u8>, len: Option<usize>) -> Result<(), Error> {
     let len = len.filter(|len| *len <= isize::MAX as usize);
-    let doing = || format!("receive what ranks give to {call}_bytes");
-    let len =
-        len.ok_or_else(|| Error::system(doing(), "they announce more bytes than there are addresses"))?;
+    let doing = || format!("receive the bytes of {call}_bytes");
+    let len = len.ok_or_else(|| {
+        Error::system(doing(), "the announced lengths add up to more bytes than this process can address")
+    })?;
     if len <= buf.capacity() {
         buf.resize(len, 0);
     } else {
-        let none = || Error::system(doing(), format!("{len} bytes are more than this process can have"));
+        let none = || Error::system(doing(), format!("there is no memory for {len} bytes"));
         *buf = zeroes(len).ok_or_else(none)?;
     }
     Ok(())
@@ -123,12 +124,12 @@ impl Call<'_> {
 }
 
 collectives! {
-    /// Every rank ends with the root's bytes; the others need not know how many (what they give is dropped, an empty
-    /// vector will do). One operation, lengths first.
+    /// Every rank ends with the root's bytes. The other ranks need not know how many these are, and what they pass is overwritten: an empty
+    /// vector will do. It is one operation, which sends the length first.
     fn broadcast_bytes [] (bytes: Vec<u8>) root(root) -> Work<Vec<u8>>
         = |call| call.bytes_of_root(bytes, root);
 
-    /// Every rank's bytes, of whatever lengths, by rank.
+    /// All ranks' bytes, by rank. Their lengths may differ, and no rank needs to know those of the others.
     fn all_gather_bytes [] (bytes: Vec<u8>) -> Work<Vec<Vec<u8>>, Vec<u8>>
         = |call| call.bytes_of_all(bytes);
 }

@@ -1,4 +1,5 @@
-//! A call: its options, its checks, its submission. The collectives themselves are in [`super::collectives`] and beside.
+//! A call: its options, its checks, its submission. The collectives themselves are in [`super::collectives`] and
+//! the files beside it.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -38,11 +39,11 @@ pub struct Call<'a> {
     pub(super) timeout: Option<Duration>,
     pub(super) tag: u32,
     pub(super) key: u64,
-    /// Where to leave what would be submitted, instead.
+    /// If there is a desk, the call leaves its operation there and does not submit it.
     pub(super) desk: Option<&'a Desk>,
 }
 
-/// The endpoint, and proof that calls on it are in order.
+/// The endpoint of a call. On a `Comm` the lifetime is that of an exclusive borrow of the handle, so no other call can come between.
 #[derive(Clone)]
 pub(super) struct Side<'a>(pub(super) &'a Arc<Endpoint>);
 
@@ -59,7 +60,7 @@ pub(super) struct Prepared {
     held: ErasedBufs,
 }
 
-/// Where calls with several local parts leave them, so that all are looked at before the first is submitted.
+/// Where a call on a node leaves the operation of each local rank, so that all are checked before the first is submitted.
 #[derive(Default)]
 pub(super) struct Desk(Mutex<Option<Prepared>>);
 
@@ -76,7 +77,7 @@ impl Desk {
 }
 
 impl Prepared {
-    /// Submits it where it was prepared for; where it is refused, the buffers come back.
+    /// Submits the collective to the endpoint for which it was prepared. With `refused`, submits nothing: the buffers come back with this error.
     pub(super) fn end(self, endpoint: &Arc<Endpoint>, refused: Option<&Error>) -> Submitted {
         match refused {
             None => submitted(endpoint, endpoint.submit_collective(self.carried, self.after, self.held)),
@@ -91,11 +92,11 @@ pub(super) struct Spec {
     pub(super) root: Rank,
     pub(super) count: usize,
     pub(super) in_place: bool,
-    /// The ranges of a call with a count for each rank.
+    /// Where the ranks' blocks lie in the buffers, in a call with a count for each rank.
     pub(super) tables: Option<Tables>,
-    /// Every rank knows its own counts alone.
+    /// Each rank knows only its own counts: sender and receiver compare theirs, message by message.
     pub(super) pairwise: bool,
-    /// A digest of what ranks must agree on besides.
+    /// A digest of whatever else must be the same on all ranks.
     pub(super) detail: u32,
 }
 
@@ -128,15 +129,15 @@ impl<'a> Call<'a> {
         self
     }
 
-    /// The reduction is a function of yours. All ranks give one of the same name, which is compared.
+    /// Reduces by a function of yours. All ranks must give a function of the same name: the names are compared.
     pub fn function<T: Element>(mut self, function: &Function<T>) -> Self {
         self.reduction = Reduction::Function(function.erased());
         self
     }
 
-    /// Each rank's input is multiplied by this before it is summed (ranks may give different factors), as by NCCL's
-    /// `PreMulSum`: in `f32` (`f64` for `f64`), rounded once to the element type. Sums of floats only; a call out of
-    /// place makes a scaled copy of its input for the time that it runs.
+    /// Multiplies this rank's input by `factor` before it is summed (ranks may give different factors), as NCCL's
+    /// `PreMulSum` does: in `f32` (`f64` for `f64`), rounded once to the element type. Only for sums of floats. A call
+    /// out of place keeps a scaled copy of its input while it runs.
     pub fn scale(mut self, factor: f64) -> Self {
         self.scale = Some(factor);
         self
@@ -149,14 +150,14 @@ impl<'a> Call<'a> {
         self
     }
 
-    /// The algorithm (default: chosen by size and group, or `ALLSTREAM_ALGO` where it applies). The same on all ranks.
+    /// The algorithm (default: chosen by size and group, or `ALLSTREAM_ALGO` where it applies). It must be the same on all ranks.
     pub fn algo(mut self, algo: Algo) -> Self {
         self.algo = algo;
         self
     }
 
-    /// Every result is one fold over all ranks' values, in rank order: its bits then depend on nothing else, neither
-    /// lengths nor links nor the algorithm. An algorithm that was named and cannot do that is refused. (Default: off,
+    /// Makes each element of a result one fold over all ranks' values, in rank order: its bits then depend on these values
+    /// alone, not on lengths, links or the algorithm. A named algorithm that cannot do this is refused. (Default: off,
     /// or what [`Comm::set_deterministic`](super::Comm::set_deterministic) or `ALLSTREAM_DETERMINISTIC=1` says.)
     pub fn deterministic(mut self, on: bool) -> Self {
         self.deterministic = on;
@@ -165,8 +166,8 @@ impl<'a> Call<'a> {
 
     /// Starts only after what `stream` holds now.
     ///
-    /// After a [`DeviceStream`](crate::cuda::DeviceStream), device buffers wait on their streams, and operations on host
-    /// buffers on the host.
+    /// If it is a [`DeviceStream`](crate::cuda::DeviceStream), the streams of device buffers wait for it; an operation on
+    /// host buffers waits for it on the host.
     pub fn on(mut self, stream: &impl Stream) -> Self {
         self.after = Some(stream.start());
         self
@@ -184,14 +185,14 @@ impl<'a> Call<'a> {
         self
     }
 
-    /// A number that all ranks of the call must give alike (default: 0, which is no key, so count from 1), compared as its type, length and reduction
-    /// are, before any data is used: ranks whose keys differ get [`Error::Mismatch`] in place of each other's data. It tells
-    /// calls apart that are equal otherwise, where several tasks share one communicator: a layer's number, a step's, a hash
-    /// of a name.
+    /// A number that must be the same on all ranks of the call (default: 0, which means no key, so count from 1). Ranks compare it, as they
+    /// compare type, length and reduction, before any data is used: ranks whose keys differ get [`Error::Mismatch`] and not each other's data.
+    /// Where several tasks share one communicator, a key tells apart calls that are equal otherwise: give a layer's number, a step's number,
+    /// or a hash of a name.
     ///
-    /// Keys below 2^32 are compared as they are; of longer ones 32 bits, so that two may be taken for the same once in four
-    /// billion. Of a list, of bytes and of a function it is combined with what else is compared of them, with the same chance.
-    /// It travels in the 24 bytes that every frame has anyway.
+    /// Keys below 2^32 are compared as they are. Of a larger key a 32-bit digest is compared: two such keys are taken for equal once in four
+    /// billion. Where ranks compare more than that (counts, bytes, a list's buffers, a function's name), the key is mixed with a digest of it, with the same
+    /// chance. The key travels in the 24 bytes that every frame has anyway.
     ///
     /// ```
     /// # use allstream::Comm;
@@ -223,7 +224,7 @@ impl<'a> Call<'a> {
         self.side.0.config.rank
     }
 
-    /// What an operation on the host's memory starts after.
+    /// The event that an operation on host memory waits for before it starts.
     pub(super) fn after_on_host(&self) -> Option<Event> {
         match &self.after {
             None => None,
@@ -246,7 +247,7 @@ impl<'a> Call<'a> {
     fn check_reduction(&self, kind: Kind, dtype: DType) -> Result<(), String> {
         if let Some(factor) = self.scale {
             if !matches!(self.reduction, Reduction::Op(ReduceOp::Sum)) || !kind.reduces() {
-                return Err("a scale goes with a sum only".into());
+                return Err("a scale is possible only with a sum, in a collective that reduces".into());
             }
             if !dtype.scales() {
                 return Err(format!("a scale ({factor}) is for floats, not for {dtype}"));
@@ -270,11 +271,11 @@ impl<'a> Call<'a> {
         }
     }
 
-    /// The algorithm for a collective over `bytes` of such elements.
+    /// The algorithm for a collective over `bytes` bytes of elements of this type.
     fn pick(&self, spec: &Spec, dtype: DType, bytes: usize) -> Result<Algo, String> {
         let (kind, endpoint) = (spec.kind, self.side.0);
-        // The sum of a few of the larger numbers of an 8-bit float is out of its range, and halving them first would lose too much of the
-        // smaller ones.
+        // A few large 8-bit floats add up to more than the type can hold, and halving them first would lose too much of the small ones: so an
+        // average of them needs an algorithm that adds all ranks' elements in one step.
         let eights =
             kind.reduces() && matches!(self.reduction, Reduction::Op(ReduceOp::Avg)) && dtype.is_float8();
         let deterministic = (self.deterministic && kind.reduces()) || eights;
@@ -288,30 +289,25 @@ impl<'a> Call<'a> {
                 let algo = self.algo;
                 return Err(if !deterministic || plan::deterministic(kind, algo) {
                     format!(
-                        "{algo} does not keep the order of ranks, which a function that does not commute asks for"
+                        "{algo} does not keep the order of ranks, which a function that does not commute needs"
                     )
                 } else if eights {
                     format!(
-                        "{algo} rounds sums on the way to {dtype}, whose range they may leave: an average of {dtype} is by an algorithm that adds all \
-                         ranks' elements in one step; leave the algorithm to allstream, or name direct"
+                        "{algo} rounds partial sums to {dtype}, which they may overflow: an average of {dtype} needs an algorithm that adds all \
+                         ranks' elements in one step; name no algorithm, or direct"
                     )
                 } else {
-                    format!(
-                        "{algo} does not fold in rank order in one step, which deterministic mode asks for"
-                    )
+                    format!("{algo} does not fold in rank order in one step, which deterministic mode needs")
                 });
             }
             return Ok(self.algo);
         }
+        let there = |algo| plan::suitable(kind, algo, &shape(endpoint, spec)).is_ok();
         let default = self.default_algo;
-        if default != Algo::Auto
-            && fits(default)
-            && plan::suitable(kind, default, &shape(endpoint, spec)).is_ok()
-        {
+        if default != Algo::Auto && fits(default) && there(default) {
             return Ok(default);
         }
-        let there = |algo| plan::suitable(kind, algo, &shape(endpoint, spec)).is_ok();
-        // The tuner has measured the host's memory, not devices', and where only ranks know their own sizes there is none.
+        // The tuner has measured in host memory, not on devices. Where each rank knows only its own counts, there is no common size to look up.
         let known = !is_on_devices(endpoint) && !spec.pairwise;
         let tuned = endpoint.config.tuned.choose(kind, bytes).filter(|_| known);
         Ok(tuned.filter(|algo| fits(*algo) && there(*algo)).unwrap_or_else(|| {
@@ -342,7 +338,7 @@ impl<'a> Call<'a> {
         self.check_reduction(kind, dtype).map_err(|problem| Error::invalid(kind.name(), problem))
     }
 
-    /// What ranks compare.
+    /// The signature, which ranks compare before they use each other's data.
     fn signature(&self, spec: &Spec, dtype: u8, algo: Algo) -> Signature {
         let (kind, mut detail) = (spec.kind, spec.detail);
         let op = match &self.reduction {
@@ -367,7 +363,7 @@ impl<'a> Call<'a> {
         signature.with_key(self.key)
     }
 
-    /// The operation, when its parts are known.
+    /// Makes an operation of its parts.
     fn operation(&self, kind: Kind, signature: Signature, parts: PartList) -> Operation {
         let reduction = match kind {
             Kind::Barrier => Reduction::Op(ReduceOp::BitOr),
@@ -377,7 +373,7 @@ impl<'a> Call<'a> {
         Operation { scale: self.scale, ..operation }
     }
 
-    /// One part: the usual case.
+    /// Checks a call and makes its operation, of one part: the usual case.
     fn prepare(&self, spec: Spec, dtype: DType, (input, output): RawBuffers) -> Result<Operation, Error> {
         self.check(&spec, dtype)?;
         let (algo, program) = self.program(&spec, dtype, spec.count)?;
@@ -388,7 +384,7 @@ impl<'a> Call<'a> {
         Ok(self.operation(kind, signature, PartList::One(part)))
     }
 
-    /// Hands in a collective on this memory, which `held` owns, if there is one that suits it.
+    /// Submits a collective on `memory`, which `held` owns. If `spec` is an error, or does not suit the memory, the buffers come back with the error.
     pub(super) fn submit(
         &self,
         kind: Kind,
@@ -411,7 +407,7 @@ impl<'a> Call<'a> {
         self.hand_in(self.prepare(spec, dtype, ends).map(Carried::from), self.after_on_host(), held)
     }
 
-    /// Several parts, each with a count of its own on memory of its own.
+    /// Submits one operation of several parts, each with its own count and its own memory.
     pub(super) fn submit_parts(
         &self,
         spec: Spec,
@@ -454,7 +450,7 @@ impl<'a> Call<'a> {
         self.hand_in(prepared.map(Carried::from), self.after_on_host(), held)
     }
 
-    /// An operation of two halves: `spec` on elements of this type, and what `then` makes of its outcome.
+    /// Submits an operation of two halves: first `spec`, on elements of this type, then the parts that `then` makes from its result.
     pub(super) fn submit_then(
         &self,
         spec: Spec,
@@ -501,8 +497,8 @@ impl<'a> Call<'a> {
         }
     }
 
-    /// Refuses the call. If that is because this rank's device is lost, the communicator ends: this rank can do its part no more, and the others, who
-    /// may have called, would wait for it until their deadlines.
+    /// Refuses the call. If the cause is that this rank's device is lost, also ends the communicator: this rank can no longer do its part, and
+    /// the other ranks, which may have made the call already, would wait for this rank until their deadlines.
     #[cold]
     pub(super) fn refused(&self, error: Error, held: ErasedBufs) -> Submitted {
         if !is_loss(&error) {
@@ -516,10 +512,10 @@ impl<'a> Call<'a> {
     }
 }
 
-/// Why so many operations more have no room. Asked before the parts of a call are submitted, so that none is left without the others. A communicator that has
-/// ended has room: it refuses each part for the cause of its end.
+/// The error if the queue has no room for `more` operations. Asked before the parts of a call are submitted, so that all of them are submitted
+/// or none. `None` for a communicator that has ended: it refuses each part with the cause of its end.
 pub(super) fn no_room(endpoint: &Endpoint, call: &str, more: usize) -> Option<Error> {
-    // Before the lock of the table: at the fork another thread, which is not there, may have held it.
+    // Checked before the table is locked: another thread may have held the lock at the fork, and in the child nobody releases it.
     if forked::is_forked() {
         return Some(forked::refusal());
     }
@@ -531,7 +527,7 @@ pub(super) fn no_room(endpoint: &Endpoint, call: &str, more: usize) -> Option<Er
         .then(|| Error::QueueFull { call: call.into(), limit })
 }
 
-/// What a call returns of what became of its submission: a refusal gives the buffers back.
+/// Makes what a call returns from the outcome of its submission. A refusal gives the buffers back.
 pub(super) fn submitted(endpoint: &Arc<Endpoint>, outcome: Result<Key, (Error, ErasedBufs)>) -> Submitted {
     match outcome {
         Ok(key) => Submitted::running(endpoint.clone(), key),
@@ -550,7 +546,7 @@ fn shape<'a>(endpoint: &'a Endpoint, spec: &Spec) -> Shape<'a> {
     }
 }
 
-/// The program of a spec: made once for each communicator.
+/// The program for a spec and an algorithm: compiled once for each communicator, then found in the endpoint's cache.
 pub(super) fn program(endpoint: &Arc<Endpoint>, algo: Algo, spec: &Spec) -> Result<Arc<Program>, Error> {
     let (kind, shape) = (spec.kind, shape(endpoint, spec));
     let wire = kind as u8 | if shape.varied { VARIED } else { 0 };

@@ -1,6 +1,6 @@
-//! What [`Comm`](super::Comm) and [`SharedComm`](super::SharedComm) both have, written once: on `Comm` calls are through `&mut self`, on `SharedComm` through
-//! `&self`. The calls themselves stand in tables, beside what they do: `collectives.rs`, `varied.rs`, `lists.rs`, `bytes.rs`,
-//! `messages.rs`. Those of collectives are the tables of a [`Node`](super::Node)'s calls, too (`node/calls.rs`).
+//! Methods that [`Comm`](super::Comm) and [`SharedComm`](super::SharedComm) both have, written once: calls take `&mut self` on `Comm`, and `&self` on
+//! `SharedComm`. The calls themselves are in tables, beside the code that carries them out: `collectives.rs`, `varied.rs`, `lists.rs`, `bytes.rs`,
+//! `messages.rs`. From the tables of collectives the calls of a [`Node`](super::Node) are made, too (`node/calls.rs`).
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -50,8 +50,8 @@ macro_rules! methods {
     };
 }
 
-/// A table of calls: documentation, name, type parameters, arguments, result, and what a [`Call`] does. Each becomes a method of
-/// `Call`, and of both handles, with the default options.
+/// A table of calls: documentation, name, type parameters, arguments, result, and what a [`Call`] does. Each row becomes a method
+/// of `Call`, and a method of both handles, which makes the call with the default options.
 macro_rules! calls {
     ($(
         $(#[$doc:meta])*
@@ -74,7 +74,7 @@ macro_rules! calls {
 }
 pub(super) use {calls, methods};
 
-/// The options of [`Call`], as what both handles and `Node` make a call of, and on `NodeCall` by value.
+/// A table of [`Call`]'s options. Each row becomes a method of both handles and of `Node`, which begins a call, and one of `NodeCall`, which sets the option.
 macro_rules! options {
     ($($(#[$doc:meta])* fn $name:ident [$($generics:tt)*] ($($arg:ident: $ty:ty),*);)*) => {
         methods! {
@@ -119,7 +119,7 @@ options! {
     /// ```
     fn function [T: Element] (function: &Function<T>);
 
-    /// The next call sums inputs multiplied by this. See [`Call::scale`].
+    /// The next call multiplies this rank's input by `factor` before it is summed. See [`Call::scale`].
     fn scale [] (factor: f64);
 
     /// Whether the next call is deterministic. See [`Call::deterministic`].
@@ -134,7 +134,7 @@ options! {
     /// The tag of the next message (default: 0).
     fn tag [] (tag: u32);
 
-    /// The key of the next call, which all ranks must give alike. See [`Call::key`].
+    /// The key of the next call, which must be the same on all ranks. See [`Call::key`].
     fn key [] (key: u64);
 }
 
@@ -143,7 +143,7 @@ methods! {
     fn call [] () -> Call<'_>
         = |comm| Call::new(&comm.handle().endpoint, comm.handle().membership.world.common.defaults.algo);
 
-    /// Whether calls of this communicator are deterministic (the same on all ranks). See [`Call::deterministic`].
+    /// Sets whether later calls of this communicator are deterministic; to be set alike on all ranks. See [`Call::deterministic`].
     fn set_deterministic [] (on: bool) -> () = |comm| comm.handle().endpoint.deterministic.store(on, Ordering::Relaxed);
 
     /// The next call starts only after what `stream` holds now.
@@ -167,7 +167,7 @@ macro_rules! on_both {
 pub(super) use on_both;
 
 on_both! {
-    /// This rank's side of the group, and its world.
+    /// This rank's endpoint in the group, and its world.
     pub(super) fn place(&self) -> (&Arc<Endpoint>, &Arc<World>) {
         (&self.handle().endpoint, &self.handle().membership.world)
     }
@@ -177,12 +177,12 @@ on_both! {
         self.handle().endpoint.config.rank
     }
 
-    /// Hosts that the group's ranks are on.
+    /// How many hosts the group's ranks are on.
     pub fn hosts(&self) -> usize {
         self.handle().endpoint.config.env.hosts
     }
 
-    /// What joins this rank to the group's other ranks: each class of links once, those between the farthest ranks last (`[shm, rdma]`).
+    /// The classes of the links between this rank and the group's other ranks, each once, that of the farthest ranks last: `[shm, rdma]`, say.
     pub fn links(&self) -> Vec<LinkClass> {
         let (endpoint, world) = self.place();
         let used = world.links_to(&endpoint.config.members);
@@ -216,52 +216,52 @@ on_both! {
         }
     }
 
-    /// Which buffers of other libraries the devices of other ranks could not read where they lie, since this communicator was bound to
-    /// devices ([`bind_device`](Self::bind_device)), and why: collectives worked on copies of them, on the same device. `None`: all were
-    /// read where they were. Each rank has its own.
+    /// How many buffers of other libraries the devices of other ranks could not read in place since this communicator was bound to
+    /// devices ([`bind_device`](Self::bind_device)), and why: collectives worked on copies of them, on the same device. `None`: all
+    /// buffers were read in place, or the communicator is not bound. Each rank counts the buffers of its own calls.
     pub fn device_copies(&self) -> Option<DeviceCopies> {
         binding_of(&self.handle().endpoint)?.device_copies()
     }
 
-    /// How many idle communicators this rank's world keeps to be taken up again: 64, or what `ALLSTREAM_POOL`
-    /// says. Those beyond end now, the least recently used first. Ranks need not agree on it.
+    /// Sets how many idle communicators this rank's world keeps to be used again (default: 64, or `ALLSTREAM_POOL`). If
+    /// there are more, the least recently used ones end now. Ranks may set different numbers.
     pub fn set_pool_capacity(&self, idle: usize) {
         self.handle().membership.world.set_pool_capacity(idle);
     }
 
-    /// Writes what this rank's world has done last (the flight recorder: 256 collectives and 256 messages of each communicator) to a
-    /// file, and says where it is. Nothing is stopped or waited for. `allstream trace` reads the files of all ranks; with `--times` it
-    /// says who is waited for, and how long what takes. When something fails, each rank writes its file by itself.
+    /// Writes the flight recorder of this rank's world (the last 256 collectives and 256 messages of each communicator) to a file, and
+    /// returns the file's path. Operations go on meanwhile. `allstream trace` reads the files of all ranks; with `--times` it tells
+    /// which ranks the others wait for, and how long operations take. After a failure each rank writes its file by itself.
     ///
     /// # Errors
-    /// [`Error::System`] where it cannot be written; [`Error::Invalid`] where `ALLSTREAM_TRACE_DIR` is `off`.
+    /// [`Error::System`] where the file cannot be written; [`Error::Invalid`] where `ALLSTREAM_TRACE_DIR` is `off`.
     pub fn record(&self) -> Result<PathBuf, Error> {
         forked::check()?;
         self.handle().membership.world.record_now()
     }
 
-    /// The cause for which this communicator is dead, if it is.
+    /// Tells whether this communicator is dead.
     ///
     /// # Errors
-    /// That cause.
+    /// The cause for which it is dead.
     pub fn check(&self) -> Result<(), Error> {
         forked::check()?;
         self.handle().endpoint.died_of().map_or(Ok(()), Err)
     }
 
     /// Ends this communicator on all ranks: operations in flight and later calls fail with
-    /// [`Error::Aborted`]. Its siblings stay.
+    /// [`Error::Aborted`]. Other communicators of the same ranks stay as they are.
     pub fn abort(&self, reason: impl Into<String>) {
         let endpoint = &self.handle().endpoint;
         endpoint.fail(Error::aborted(self.rank(), reason));
         endpoint.tell();
     }
 
-    /// A zeroed buffer of `len` elements in memory that the other ranks of this host read where it lies: a
-    /// collective on it copies nothing into staging slots. An ordinary buffer otherwise.
+    /// A zeroed buffer of `len` elements in memory that the other ranks of this host read and write in place: a
+    /// collective on it copies nothing into staging slots. In all else it is an ordinary buffer.
     ///
     /// # Errors
-    /// [`Error::System`] when this rank has no room left: it is for 4 GB of such buffers at a time.
+    /// [`Error::System`] when no room is left: a rank has room for 4 GB of such buffers at a time.
     /// [`Error::Invalid`] for `bool`: memory that other ranks write may hold any bits, and a `bool` may not. Use `u8`.
     pub fn alloc<T: Element>(&self, len: usize) -> Result<ArenaBuf<T>, Error> {
         ArenaBuf::zeroed(&self.handle().membership.world.topology.region, len)

@@ -1,27 +1,25 @@
-//! The end of a communicator, in peace.
+//! How a communicator is closed.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use super::calls::on_both;
 use super::handle::{Handle, RECORDERS};
-use super::runtime::Ticks;
+use super::runtime::{LOOK, Ticks};
 use crate::error::Error;
 use crate::forked;
-
-/// How often `close` looks again.
-const LOOK: Duration = Duration::from_micros(200);
 
 /// How long `close` waits for the other ranks to close too.
 const CLOSING: Duration = Duration::from_secs(2);
 
 on_both! {
-    /// Waits until everything submitted is finished and has left, and a bounded time (2 s) for the other ranks to close
-    /// or leave too; checks that all made the same calls, also where none waited for another, and that every message that came here
-    /// was received; says goodbye. What else holds the communicator, on this rank ([`Comm::share`](super::Comm::share)), is closed with it.
+    /// Waits until all submitted operations have finished and their data has been sent, then for up to 2 s until the other ranks close, too, or leave
+    /// the world. Checks that all ranks made the same calls, also where no rank waited for another, and that every message that came to this rank was
+    /// received. With the world's last handle this rank says goodbye. All other handles of this communicator on this rank
+    /// ([`Comm::share`](super::Comm::share)) are closed, too.
     ///
-    /// A communicator that has died is closed as any other: what a call has returned already, here or of a lost rank on another communicator, is no
-    /// error again. The other ranks are told of a loss whether it is one or not.
+    /// A communicator that has died is closed as any other. A cause that a call has returned already is not returned again, nor is a lost rank that a
+    /// call on another communicator has named. In either case the other ranks are told of the lost rank.
     ///
     /// # Errors
     /// The cause for which the communicator is dead, if no call has returned it; [`Error::Mismatch`] or [`Error::Invalid`] for an operation that
@@ -36,7 +34,7 @@ async fn close(handle: Arc<Handle>) -> Result<(), Error> {
     let endpoint = handle.endpoint.clone();
     let calls = endpoint.submitted.close();
     let world = handle.membership.world.clone();
-    // Each look drives the endpoint: kernels, users' functions and wakers run here. Only the clock is elsewhere.
+    // Each check drives the endpoint, so kernels, users' functions and wakers run in this task. Only the clock runs on another thread.
     let mut ticks = Ticks::new(&world.runtime, LOOK)?;
     while endpoint.health.cause().is_none() && !endpoint.is_quiet() {
         ticks.next().await?;
@@ -55,12 +53,14 @@ async fn close(handle: Arc<Handle>) -> Result<(), Error> {
     let result = endpoint.died_untold().map_or(Ok(()), Err);
     let membership = handle.membership.clone();
     drop(handle);
-    if let (Some(mesh), 1) = (&membership.mesh, Arc::strong_count(&membership)) {
-        membership.world.leave();
-        mesh.close(membership.world.loss()).await;
+    // Of the last communicators that close at the same time, exactly one gets the membership, and says goodbye without blocking its thread.
+    let Some(membership) = Arc::into_inner(membership) else { return result };
+    if let Some(mesh) = &membership.mesh {
+        world.leave();
+        mesh.close(world.loss()).await;
     }
     let end = world.runtime.now() + RECORDERS;
-    while Arc::strong_count(&membership) == 1 && world.is_recording() && world.runtime.now() < end {
+    while world.is_recording() && world.runtime.now() < end {
         ticks.next().await?;
     }
     result

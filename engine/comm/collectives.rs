@@ -15,17 +15,17 @@ use crate::types::{DType, Element, Kind, Rank};
 
 fn no_memory(len: usize, dtype: DType) -> String {
     let bytes = len as u128 * dtype.size() as u128;
-    format!("the result has {len} x {dtype}, {bytes} bytes, and this process cannot have so much memory")
+    format!("the result has {len} x {dtype}, {bytes} bytes, for which this process has no memory")
 }
 
-/// How long buffers are for a collective: what each rank's `count` is, and what length that asks of the other buffer.
+/// The lengths of buffers: which `count` follows from the length of one buffer, and which length of the other buffer from the `count`.
 impl Call<'_> {
-    /// A block of `count` elements for each rank. What is too many to be counted is more than any buffer has, too.
+    /// The length of a buffer with a block of `count` elements for each rank. If it overflows, it is a length that no buffer has.
     fn times_size(&self, count: usize) -> usize {
         count.saturating_mul(self.size())
     }
 
-    /// `len` elements as a block for each rank.
+    /// The length of a block, if `len` elements are a block for each rank.
     fn blocks(&self, len: usize) -> Result<usize, String> {
         let n = self.size();
         if !len.is_multiple_of(n) {
@@ -40,7 +40,7 @@ impl Call<'_> {
         self.rank() == root
     }
 
-    /// A collective in one buffer of this length.
+    /// A collective in place, in a buffer of `len` elements.
     fn spec_in_place(&self, kind: Kind, root: Rank, len: usize) -> Result<Spec, String> {
         let count = match kind {
             Kind::AllGather | Kind::ReduceScatter | Kind::AllToAll => self.blocks(len)?,
@@ -50,8 +50,8 @@ impl Call<'_> {
         Ok(Spec::of(kind, root, count, true))
     }
 
-    /// A collective on an input of this length, and the length of its output on this rank (in a gather of a rank that is
-    /// not the root, 0).
+    /// A collective on an input of `input` elements, and the length of its output on this rank (0 in a gather, except on
+    /// the root).
     fn spec_of_input(&self, kind: Kind, root: Rank, input: usize) -> Result<(Spec, usize), String> {
         let count = match kind {
             Kind::ReduceScatter | Kind::AllToAll => self.blocks(input)?,
@@ -65,7 +65,7 @@ impl Call<'_> {
         Ok((Spec::of(kind, root, count, false), output))
     }
 
-    /// A collective that gives every rank an output of this length.
+    /// A collective that gives every rank an output of `count` elements.
     fn spec_of_output(&self, kind: Kind, root: Rank, input: usize, count: usize) -> Result<Spec, String> {
         let n = self.size();
         if self.is_root(root) {
@@ -79,7 +79,7 @@ impl Call<'_> {
         Ok(Spec::of(kind, root, count, false))
     }
 
-    /// A collective from a buffer of one length into a buffer of another.
+    /// A collective on an input of `input` elements into an output of `output` elements.
     fn spec_into(&self, kind: Kind, root: Rank, input: usize, output: usize) -> Result<Spec, String> {
         if matches!(kind, Kind::Broadcast | Kind::Scatter) {
             return self.spec_of_output(kind, root, input, output);
@@ -91,7 +91,7 @@ impl Call<'_> {
     }
 }
 
-/// Whether an output has the length that it must have.
+/// An error if an output does not have the expected length.
 pub(super) fn expects(output: usize, expected: usize) -> Result<(), String> {
     if output == expected {
         return Ok(());
@@ -99,7 +99,7 @@ pub(super) fn expects(output: usize, expected: usize) -> Result<(), String> {
     Err(format!("the output has {output} elements, expected {expected}"))
 }
 
-/// The typed faces of [`Call::submit`], of three forms: in place, from one buffer into another, and into a new vector.
+/// Typed forms of [`Call::submit`]: in place, from one buffer into another, and into a new vector.
 impl Call<'_> {
     pub(super) fn submit_in_place<B: Buf>(
         &self,
@@ -124,8 +124,8 @@ impl Call<'_> {
         Work::new(self.submit(kind, spec, memory, held), both::<I, O>)
     }
 
-    /// Into a new vector, whose length comes with the spec. It may be the caller's number alone, so whether there is
-    /// memory for it is asked here.
+    /// Into a new vector, whose length comes with the spec. The length may be any number that the caller has given: if
+    /// there is no memory for the vector, the call is refused.
     pub(super) fn submit_new<I: Buf<Elem: Element>>(
         &self,
         kind: Kind,
@@ -145,7 +145,7 @@ impl Call<'_> {
         Work::new(self.submit(kind, spec, memory, held), made::<I>)
     }
 
-    /// A collective in a buffer of one element.
+    /// A collective on one value, in place in a new buffer of one element.
     fn of_value<T: Element>(&self, kind: Kind, root: Rank, value: T) -> Work<T> {
         let mut buf = vec![value];
         let memory = Memory::one(&mut buf);
@@ -178,7 +178,7 @@ collectives! {
     /// # Errors
     /// [`Failed`] with the buffer, whose contents are then unspecified: [`Error::Mismatch`] if lengths, types,
     /// reductions or algorithms differ, [`Error::Timeout`], [`Error::PeerLost`], [`Error::Aborted`],
-    /// [`Error::Invalid`] where the reduction is not defined on the type. So for every collective.
+    /// [`Error::Invalid`] where the reduction is not defined on the type. The same holds for every collective.
     fn all_reduce [B: Buf] (buf: B) -> Work<B>
         = |call| call.in_place(Kind::AllReduce, 0, buf);
 
@@ -249,8 +249,8 @@ collectives! {
     fn gather_in_place [B: Buf] (buf: B) root(root) -> Work<B>
         = |call| call.in_place(Kind::Gather, root, buf);
 
-    /// Rank r ends with block r, `count` elements, of the root's input of `size() * count`, in a new vector. The
-    /// others' inputs are not looked at: an empty vector will do.
+    /// Rank r ends with block r of the root's input, in a new vector of `count` elements; the root's input has
+    /// `size() * count`. The others' inputs are not looked at: an empty vector will do.
     fn scatter [I: Buf<Elem: Element>] (input: I; count: usize) root(root) -> Work<Vec<I::Elem>, I> = |call| {
         let spec = call.spec_of_output(Kind::Scatter, root, input.len(), count);
         call.submit_new(Kind::Scatter, spec.map(|spec| (spec, count)), input)
@@ -260,8 +260,8 @@ collectives! {
     fn scatter_into [I: Buf, O: Buf<Elem = I::Elem>] (input: I, output: O) root(root) -> Work<(I, O)>
         = |call| call.into(Kind::Scatter, root, input, output);
 
-    /// [`scatter`](Self::scatter) in place: the root's buffer has `size()` blocks, and keeps all of them; the others
-    /// end with theirs in a buffer of one block.
+    /// [`scatter`](Self::scatter) in place: the root's buffer has `size()` blocks, and keeps all of them; each other
+    /// rank ends with its block in a buffer of one block.
     fn scatter_in_place [B: Buf] (buf: B) root(root) -> Work<B>
         = |call| call.in_place(Kind::Scatter, root, buf);
 
@@ -278,7 +278,7 @@ collectives! {
     fn all_to_all_in_place [B: Buf] (buf: B) -> Work<B>
         = |call| call.in_place(Kind::AllToAll, 0, buf);
 
-    /// Rank r ends with the reduction of the buffers of ranks `0..=r`, in place. Operands in rank order. No average.
+    /// Rank r ends with the reduction of the buffers of ranks `0..=r`, in place, combined in rank order. Averages are refused.
     fn scan [B: Buf] (buf: B) -> Work<B>
         = |call| call.in_place(Kind::Scan, 0, buf);
 
@@ -298,11 +298,11 @@ collectives! {
 
 calls! {
     /// [`all_reduce`](Self::all_reduce) of one device buffer into another, in the order of their streams: for operators
-    /// that have only references to what they read. Both streams (and that of `on`) wait for it, the caller does
-    /// not; a communicator that is not [bound](super::Comm::bind_device) waits here.
+    /// that have only references to what they read. Both buffers' streams wait for the operation, the caller does not;
+    /// on a communicator that is not [bound](super::Comm::bind_device) the caller waits.
     ///
-    /// Should it fail later, the communicator's next call and [`Comm::check`](super::Comm::check) say so, and so does
-    /// who copies or sends `output`.
+    /// If the operation fails later, the communicator's next call and [`Comm::check`](super::Comm::check) return the
+    /// error, and so does whatever copies or sends `output`.
     ///
     /// ```
     /// # use allstream::{Comm, Error, cuda::DeviceBuf};
@@ -314,16 +314,16 @@ calls! {
     /// ```
     ///
     /// # Errors
-    /// What is known at once: [`Error::Invalid`], the communicator is dead, or, not bound, all of an all_reduce.
+    /// Those known at once: [`Error::Invalid`], or the cause for which the communicator is dead; if it is not bound, all errors of an all_reduce.
     fn all_reduce_ordered [T: Element] (input: &DeviceBuf<T>, output: &mut DeviceBuf<T>) -> Result<(), Error> = |call| {
         let stream = output.stream().clone();
-        // The operation has the same memory once more, for as long as it needs it.
+        // The operation owns aliases of the buffers, which keep their memory for as long as it needs them.
         let work = call.all_reduce_into(input.alias(), output.alias());
         work.join(&stream).map_err(|failed| failed.error)?.leave()
     };
 
-    /// [`all_reduce`](Self::all_reduce) of one number. Each call has a buffer of one element made for it: where that counts, keep
-    /// one, and call `all_reduce`.
+    /// [`all_reduce`](Self::all_reduce) of one number. Each call allocates a buffer of one element: where that is too slow, keep a
+    /// buffer, and call `all_reduce`.
     ///
     /// ```
     /// # use allstream::{Comm, ReduceOp};
@@ -339,7 +339,7 @@ calls! {
     fn broadcast_value [T: Element] (value: T, root: Rank) -> Work<T>
         = |call| call.of_value(Kind::Broadcast, root, value);
 
-    /// One number of each rank, by rank.
+    /// Every rank ends with one number of each rank, by rank.
     fn all_gather_value [T: Element] (value: T) -> Work<Vec<T>, T> = |call| {
         let (mut input, spec) = (vec![value], call.spec_of_input(Kind::AllGather, 0, 1));
         let mut output = vec![value; call.size()];

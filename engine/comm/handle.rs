@@ -27,12 +27,12 @@ use crate::types::LinkClass;
 /// How long dropping a communicator waits for what it still has to send.
 const FLUSH: Duration = Duration::from_secs(1);
 
-/// The most ranks of [`Comm::local`]: what they hold for each other grows with the square of their number.
+/// The most ranks of [`Comm::local`]. The memory that ranks hold for each other grows with the square of their number.
 pub(super) const MOST_LOCAL: usize = 4096;
-/// How long the last handle of a world waits for its flight recorders, if they are still to be written.
+/// How long the last handle of a world waits for files of the flight recorder that are still to be written.
 pub(super) const RECORDERS: Duration = Duration::from_millis(500);
 
-/// This rank's membership in its world: the last handle that goes says goodbye.
+/// This rank's membership in its world. Handles share it; when the last is dropped, this rank says goodbye.
 pub(crate) struct Membership {
     pub(crate) world: Arc<World>,
     pub(crate) mesh: Option<Arc<Mesh>>,
@@ -41,8 +41,8 @@ pub(crate) struct Membership {
 impl Drop for Membership {
     fn drop(&mut self) {
         if forked::is_forked() {
-            // Nobody leaves: the parent is the member. Its connections are not let go of here, which would touch what wakes
-            // it; they end with this process.
+            // The parent is the member, so the child does not leave. Dropping the connections here would touch descriptors that
+            // wake the parent's threads, so they are leaked, and end with this process.
             std::mem::forget((self.world.clone(), self.mesh.take()));
             return;
         }
@@ -50,7 +50,7 @@ impl Drop for Membership {
         if let Some(mesh) = &self.mesh {
             mesh.leave_blocking(self.world.loss(), FLUSH);
         }
-        // This may be the end of the process. The control thread has others to look after.
+        // The process may end next, so its files are waited for; but not on the control thread, which serves other worlds, too.
         if !runtime::is_control_thread() && self.world.runtime.may_wait() {
             self.world.wait_for_recorders(RECORDERS);
             LOG.flush(RECORDERS);
@@ -58,10 +58,10 @@ impl Drop for Membership {
     }
 }
 
-/// What joining makes, on the control thread.
+/// The world and its endpoint, which the control thread makes when this rank joins; `None` until then.
 type Made = Arc<Mutex<Option<Result<(Arc<World>, Arc<Endpoint>), Error>>>>;
 
-/// Descriptors that it takes to tell the other ranks that this one cannot take part: those of the control thread, a listener, a
+/// How many descriptors are needed to tell the other ranks that this rank cannot take part: for the control thread, a listener and a
 /// connection.
 const SPARE: usize = 12;
 
@@ -85,7 +85,7 @@ impl Prepared {
         }
         let turns = process_runtime()?;
         let region = Arc::new(Region::shared()?);
-        // The rank registers with what it has.
+        // The rank tells the others of its RDMA when it registers, so that is found out first.
         rendezvous.rdma = rdma::look(rendezvous.rdma_need(), &region)?;
         let mut offers = Vec::new();
         for fd in region.fd().into_iter().chain([&**turns.0.doorbell()]) {
@@ -98,11 +98,11 @@ impl Prepared {
 pub(crate) struct Handle {
     pub(crate) endpoint: Arc<Endpoint>,
     pub(super) membership: Arc<Membership>,
-    /// Groups made from this one so far: all members count alike, so names agree.
+    /// How many groups were made from this one. All members count alike, so they give a new group the same name.
     pub(super) children: Mutex<u64>,
     /// Held while something is made together with the other ranks, which takes several collectives.
     pub(super) making: tokio::sync::Mutex<()>,
-    /// The name of its rings; none for the world's own, which last as long as it.
+    /// The name of the communicator's rings. `None` for the world's own communicator: its rings last as long as the world.
     rings: Option<CommId>,
 }
 
@@ -114,7 +114,7 @@ impl Drop for Handle {
         self.endpoint.submitted.close();
         let runtime = &self.membership.world.runtime;
         let end = runtime.now() + FLUSH;
-        // Peers depend on what was submitted here: give it a bounded time to leave.
+        // Peers depend on what was submitted here, so it gets a bounded time to be sent.
         let runs = loop {
             let done = self.endpoint.health.cause().is_some() || self.endpoint.is_quiet();
             let runs = if done && self.rings.is_some() { self.endpoint.take_runs() } else { None };
@@ -139,8 +139,8 @@ impl Drop for Handle {
 /// communicator on all ranks: later calls return the same cause. Other communicators are not touched, unless they lost
 /// the same rank.
 ///
-/// Dropping it says goodbye to the group after waiting, at most a second, for what is still to be sent; prefer
-/// [`close`](Comm::close), which reports.
+/// Dropping a communicator's last handle waits, for a second at most, for what is still to be sent; with the world's last handle
+/// this rank says goodbye. Prefer [`close`](Comm::close), which reports errors.
 pub struct Comm(pub(super) Arc<Handle>);
 
 /// What a rank holds for communication.
@@ -151,33 +151,34 @@ pub struct Stats {
     pub in_flight: usize,
     /// Bytes of staging slots in use, by all communicators of this rank's world.
     pub staging_bytes: usize,
-    /// The most that can be, whatever the number of communicators.
+    /// The most bytes of staging slots that can be in use, whatever the number of communicators.
     pub staging_limit: usize,
-    /// Bytes of working memory that all communicators of this rank's world keep from one operation to the next: scaled
-    /// copies, and results on their way that have no other place. Of each communicator 16 MB at most for long: more is given
-    /// back a second after the last operation that needed it. One that waits in the pool keeps none.
+    /// Bytes of working memory that all communicators of this rank's world keep from one operation to the next: for scaled
+    /// copies, and for intermediate results that have no other place. A communicator keeps 16 MB of it; what is beyond is given
+    /// back a second after the last operation that needed it. An idle communicator in the pool keeps none.
     pub scratch_bytes: usize,
-    /// Bytes of pinned memory that this process has for operations on device memory that go by way of the host, in use or kept
-    /// for the next ones: 64 MB at most for each device, and one larger block for a second after its last use.
+    /// Bytes of pinned memory that this process has, in use or kept for reuse, for operations on device memory that are staged on
+    /// the host. At most 64 MB are kept for each device, or one larger block for a second after its last use.
     pub pinned_bytes: usize,
-    /// Bytes of memory that this process has registered with network cards, for links over RDMA: it is pinned. 4 MB for each rank whose links go over RDMA, and
-    /// up to 1.1 MB for each such link that was used, until these are 40 MiB of a rank's (`ALLSTREAM_RDMA_MEMORY`), then 16 KB for each further link. 0 when all
-    /// worlds that used RDMA are closed.
+    /// Bytes of memory that this process has registered with network cards for links over RDMA, which pins it: 4 MB for each rank that has such
+    /// links, and up to 1.1 MB for each such link that was used. Once the links of a rank have 40 MiB (`ALLSTREAM_RDMA_MEMORY`), each further
+    /// link takes 16 KB. 0 when all worlds that used RDMA are closed.
     pub registered_bytes: usize,
-    /// Operations of this rank's world that have failed and whose buffers are kept back, because another process that has not
-    /// let go of them (it is stopped, say) may yet touch them. They are given up when it does, or when it has exited.
+    /// Failed operations of this rank's world whose buffers are kept in quarantine, because another process (one that is stopped,
+    /// say) or a device may still touch them. The buffers are dropped once nobody can, such as when that process has exited.
     pub quarantined: usize,
-    /// Communicators that come and go, in this rank's world.
+    /// The communicators that were made in this rank's world, and those that are kept to be used again.
     pub pool: PoolStats,
 }
 
 /// A [`Comm`] to be held in several places: `Clone + Send + Sync`, calls through `&self`.
 ///
 /// Calls from several threads are ordered by a lock that is held to submit only; all ranks must still make the same
-/// calls in the same order. Where tasks call as it happens, equal calls of two tasks cannot be told apart, and meet each other's data: a
-/// [key](super::Call::key) for each makes that an error, and a communicator for each ([`dup`](SharedComm::dup)) makes the order free.
+/// calls in the same order. If several tasks call in no fixed order, equal calls of two tasks cannot be told apart, and one task's call
+/// may be matched with the other's on another rank. With a [key](super::Call::key) for each task that is an error; with a communicator for each task
+/// ([`dup`](SharedComm::dup)) tasks may call in any order.
 ///
-/// A library takes `&mut Comm`, [`dup`](Comm::dup)s it and [shares](Comm::share) the `dup`.
+/// A library should take `&mut Comm`, [`dup`](Comm::dup) it and [share](Comm::share) the `dup`.
 #[derive(Clone)]
 pub struct SharedComm(pub(super) Arc<Handle>);
 
@@ -204,12 +205,12 @@ impl Comm {
         &self.0
     }
 
-    /// A rank of the group as a text names it: `rank 0`, in a group with its number in the world beside it.
+    /// A rank of the group as error texts name it: `rank 0`, and in a group other than the world also its rank in the world.
     pub(crate) fn named_rank(&self, rank: usize) -> String {
         self.0.endpoint.config.named().rank(rank).to_string()
     }
 
-    /// What has been called here, and when.
+    /// The flight recorder: what was called here, and when.
     pub(crate) fn recorder(&self) -> &Arc<Recorder> {
         &self.0.endpoint.recorder
     }
@@ -220,7 +221,7 @@ impl Comm {
     /// [`Error::Rendezvous`] naming the ranks that did not come by the deadline; [`Error::Refused`] when tokens or
     /// versions differ.
     pub async fn connect(mut rendezvous: Rendezvous) -> Result<Comm, Error> {
-        // Held for when no descriptor is left for the rest: to tell the others takes some.
+        // Reserved: should the process run out of descriptors below, these are free again for telling the other ranks.
         let spare: Vec<File> = (0..SPARE).map_while(|_| File::open("/dev/null").ok()).collect();
         let prepared = Prepared::new(&mut rendezvous);
         drop(spare);
@@ -233,7 +234,8 @@ impl Comm {
         };
         let made: Made = Arc::default();
         let place = made.clone();
-        // A rank of this process may open its link to this one as soon as it is connected, so it finds the region then.
+        // Another rank of this process may open its link to this rank as soon as the two are connected. So this rank's region is entered
+        // before that, when the world's name is known.
         let (memory_lock, house) = (MemoryLock::default(), Arc::new(OnceLock::new()));
         let at = rendezvous.place();
         let (rank, ours, entered) = (rendezvous.rank, (region.clone(), memory_lock.clone()), house.clone());
@@ -243,7 +245,7 @@ impl Comm {
             mates.enter(rank, ours.0, ours.1);
         };
         let mesh = Mesh::join(rendezvous, offers, named, move |mesh| {
-            // Ourselves: never looked at.
+            // No link is opened by this rank's own entry.
             let links: Vec<_> =
                 mesh.peers().iter().map(|peer| peer.as_ref().map_or(&INPROC, |p| p.link)).collect();
             // Where no link goes over RDMA the port is closed again.
@@ -278,12 +280,13 @@ impl Comm {
     /// A group of `n` ranks in this process, in rank order: one for each thread or task.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for `n == 0` and for more than 4096, and for a table that is named and cannot be read ([`crate::tuning`]); [`Error::System`] when the system has no memory or threads to give.
+    /// [`Error::Invalid`] if `n` is 0 or more than 4096, or if the environment names a tuner's table that cannot be read ([`crate::tuning`]);
+    /// [`Error::System`] when the system has no memory or threads to give.
     pub fn local(n: usize) -> Result<Vec<Comm>, Error> {
         Comm::local_by(n, tuning::choices_from_env()?)
     }
 
-    /// The same, whatever the environment says of a table.
+    /// [`local`](Comm::local) with these choices of algorithms, whatever table the environment names.
     pub(super) fn local_by(n: usize, choices: Choices) -> Result<Vec<Comm>, Error> {
         if n == 0 {
             return Err(Error::invalid("local", "a group has at least one rank, found n = 0"));
@@ -326,7 +329,7 @@ impl Comm {
         }))
     }
 
-    /// A handle to hold in several places. It and this one may be used side by side.
+    /// A handle to hold in several places. This handle and the new one may be used side by side.
     pub fn share(&self) -> SharedComm {
         SharedComm(self.0.clone())
     }

@@ -158,7 +158,7 @@ impl Topology {
             let Some([region, doorbell]) = fds else {
                 return Err(Error::system(
                     format!("{} through shared memory", opening()),
-                    "it offered no region; set ALLSTREAM_LINK=tcp on all ranks",
+                    "it offered no shared-memory region; set ALLSTREAM_LINK=tcp on all ranks",
                 ));
             };
             let copy = |fd: &std::os::fd::OwnedFd| fd.try_clone().map_err(|e| Error::os(opening(), e));

@@ -6,7 +6,7 @@ use crate::types::DType;
 /// Where the input and the output of a part are on the host.
 pub(super) type RawBuffers = (*const u8, *mut u8);
 
-/// Raw buffers that are not known yet.
+/// Stands for raw buffers whose places on the host are not known yet.
 pub(super) const UNSTAGED: RawBuffers = (std::ptr::null(), std::ptr::null_mut());
 
 /// The memory of one part: one buffer in place, or two.
@@ -16,12 +16,12 @@ pub(super) struct Memory {
 }
 
 impl Memory {
-    /// Of an operation in place.
+    /// The memory of a part in place.
     pub(super) fn one<B: Buf>(buf: &mut B) -> Memory {
         Memory { input: None, output: RawBuf::of(buf) }
     }
 
-    /// Memory of the engine's own.
+    /// Host memory of the engine's own: `bytes` bytes, in place.
     pub(super) fn host(at: *mut u8, bytes: usize) -> Memory {
         Memory { input: None, output: RawBuf { place: Location::host(at), len: bytes, dtype: DType::U8 } }
     }
@@ -41,12 +41,12 @@ impl Memory {
         }
     }
 
-    /// Why it cannot be used as it is, if it cannot.
+    /// Why no operation can use the memory as it is; `None`: operations can.
     pub(super) fn unfit(&self) -> Option<&'static str> {
         self.input.as_ref().and_then(RawBuf::unfit).or_else(|| self.output.unfit())
     }
 
-    /// `None`: a part of it is on a device, or cannot be used.
+    /// Where input and output are on the host. `None`: a buffer is on a device, or no operation can use it.
     pub(super) fn on_host(&self) -> Option<RawBuffers> {
         let Where::Host(output) = self.output.place.0 else { return None };
         match &self.input {

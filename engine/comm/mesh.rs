@@ -7,15 +7,15 @@ use super::{Comm, SharedComm};
 use crate::error::Error;
 use crate::types::Rank;
 
-/// Ranks laid out in rows: a communicator for each axis, of the ranks that differ from this one along it alone.
+/// Ranks laid out as a grid. For each axis there is a communicator of the ranks that differ from this rank along that axis alone.
 ///
-/// Row-major, as torch's `DeviceMesh`: the last axis is the fastest. On `[("dp", 2), ("tp", 2)]` rank 1 has coordinates
+/// Row-major, as torch's `DeviceMesh`: the last axis varies fastest. On `[("dp", 2), ("tp", 2)]` rank 1 has coordinates
 /// dp 0, tp 1; `tp` joins 0 and 1, 2 and 3; `dp` joins 0 and 2, 1 and 3. A rank's coordinate along an axis is its rank
 /// in that axis' communicator.
 ///
 /// Made by [`Comm::mesh`].
 pub struct Mesh {
-    /// Name, this rank's coordinate, communicator.
+    /// Of each axis: its name, this rank's coordinate, and its communicator.
     axes: Vec<(String, usize, Comm)>,
 }
 
@@ -31,8 +31,8 @@ made_together! {
     /// Collective: all ranks of this group call it, with the same axes.
     ///
     /// # Errors
-    /// [`Error::Invalid`] on all ranks where the sizes do not multiply to the group's, an axis is named twice, or ranks
-    /// do not pass the same; this communicator stays as it is. Else as of [`split`](Comm::split).
+    /// [`Error::Invalid`] on all ranks if the product of the sizes is not the group's size, an axis is named twice, or ranks
+    /// pass different axes; this communicator stays as it is. Otherwise the errors of [`split`](Comm::split).
     async fn mesh [N: Into<String>] (axes: impl IntoIterator<Item = (N, usize)>) -> Result<Mesh, Error>
         = |comm| comm.made_along(axes.into_iter().map(|(name, size)| (name.into(), size)).collect());
 }
@@ -48,7 +48,7 @@ impl SharedComm {
         for (name, size) in axes {
             let below = stride / size;
             let at = rank / below % size;
-            // The others of this axis are those that this coordinate alone tells apart.
+            // The ranks that differ from this one in this coordinate alone have the same color: the rank with this coordinate set to 0.
             let color = rank - at * below;
             let comm = self.made_by_color(color as u64, at as i64).await?;
             made.push((name, at, comm));
@@ -73,7 +73,7 @@ fn problem(axes: &[(String, usize)], n: usize) -> Option<String> {
     }
     let sizes = axes.iter().map(|(name, size)| format!("{name} {size}")).collect::<Vec<_>>().join(" x ");
     let product = product.map_or("too many to count".into(), |p| p.to_string());
-    Some(format!("{sizes} is {product} ranks, and this group has {n}; the sizes must multiply to it"))
+    Some(format!("{sizes} is {product} ranks, and this group has {n}; the product of the sizes must be {n}"))
 }
 
 impl Mesh {
@@ -101,7 +101,7 @@ impl Mesh {
         Ok(self.axes[self.find("coordinate", axis)?].1)
     }
 
-    /// Ranks along an axis.
+    /// How many ranks there are along an axis.
     ///
     /// # Errors
     /// As of [`axis`](Self::axis).
@@ -124,7 +124,7 @@ impl Mesh {
         self.axes.into_iter().map(|(name, _, comm)| (name, comm)).collect()
     }
 
-    /// Closes all of them, in order.
+    /// Closes all communicators, in the order of the axes.
     ///
     /// # Errors
     /// The first error of [`Comm::close`]; all are closed.

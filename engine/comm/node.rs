@@ -29,9 +29,9 @@ pub type Place = (usize, usize);
 /// with k devices each.
 ///
 /// A collective takes one buffer for each device, `[B; K]` or `Vec<B>`, and gives the same shape back; roots are
-/// [`Place`]s. Each device's part is the collective of its own [`Comm`]: a node is a view of k of them. All parts are
-/// looked at before the first is submitted, so that an invalid call submits nothing and gives all buffers back; one
-/// thread that awaits or waits drives all parts.
+/// [`Place`]s. Each device's part is the collective of its own [`Comm`]: a node is a view of k `Comm`s. All parts are
+/// checked before the first is submitted, so an invalid call submits nothing and gives all buffers back. One thread
+/// that awaits or waits drives all parts.
 ///
 /// ```
 /// # use allstream::Node;
@@ -57,9 +57,9 @@ impl fmt::Debug for Node {
 }
 
 impl Node {
-    /// Joins the world in which every process has `devices` ranks. The rendezvous is that of the processes: its rank is
-    /// this process's number, its size the number of processes, as a launcher that starts one process for each host
-    /// gives them. Returns when all ranks of all processes are there.
+    /// Joins the world in which every process has `devices` ranks. The rendezvous counts processes: its rank is this
+    /// process's number, its size the number of processes, as a launcher that starts one process for each host sets
+    /// them. Returns when all ranks of all processes are there.
     ///
     /// # Errors
     /// As [`Comm::connect`]; [`Error::Invalid`] for no device, or more than a world can have; [`Error::Rendezvous`] where processes give different
@@ -105,19 +105,19 @@ impl Node {
         Node::from_comms(Comm::local(devices)?)
     }
 
-    /// Communicators of this process as a node: ranks `r * k..(r + 1) * k` of one group, in order, whose size is a
-    /// multiple of k. The other ranks may be held in nodes of k devices, or one by one.
+    /// Makes a node of k communicators of this process: ranks `r * k..(r + 1) * k` of one group, in order. The group's size
+    /// must be a multiple of k. The other ranks may be in nodes of k devices, or be used one by one.
     ///
     /// # Errors
-    /// [`Error::Invalid`] where they are not such; [`Error::System`] when the system has no threads to give for the
+    /// [`Error::Invalid`] where the communicators are not such ranks; [`Error::System`] when the system has no threads to give for the
     /// devices' streams.
     pub fn from_comms(comms: Vec<Comm>) -> Result<Node, Error> {
         let each = (0..comms.len()).map(|device| HostStream::new(&format!("device {device}")));
-        Node::with_streams(comms, each.collect::<Result<_, _>>()?)
+        Node::with_streams("Node::from_comms", comms, each.collect::<Result<_, _>>()?)
     }
 
-    fn with_streams(comms: Vec<Comm>, streams: Arc<[HostStream]>) -> Result<Node, Error> {
-        let invalid = |problem: String| Err(Error::invalid("Node::from_comms", problem));
+    fn with_streams(call: &'static str, comms: Vec<Comm>, streams: Arc<[HostStream]>) -> Result<Node, Error> {
+        let invalid = |problem: String| Err(Error::invalid(call, problem));
         let Some(first) = comms.first() else { return invalid("a node has at least one device".into()) };
         let (k, rank, size) = (comms.len(), first.rank(), first.size());
         if !size.is_multiple_of(k) || !rank.is_multiple_of(k) {
@@ -136,7 +136,7 @@ impl Node {
         Ok(Node { comms, streams })
     }
 
-    /// This process, `0..processes()`.
+    /// This process's number, `0..processes()`.
     pub fn process(&self) -> usize {
         self.comms[0].rank() / self.devices()
     }
@@ -164,12 +164,12 @@ impl Node {
     /// The rank of a device: `process * devices() + device`.
     ///
     /// # Errors
-    /// [`Error::Invalid`] where there is none.
+    /// [`Error::Invalid`] where there is no such device.
     pub fn rank_of(&self, process: usize, device: usize) -> Result<Rank, Error> {
         self.rank_in("Node::rank_of", (process, device))
     }
 
-    /// The same, where a call needs it.
+    /// [`rank_of`](Self::rank_of) for the call that the error names.
     pub(super) fn rank_in(&self, call: &str, (process, device): Place) -> Result<Rank, Error> {
         let (p, k) = (self.processes(), self.devices());
         if process < p && device < k {
@@ -200,11 +200,11 @@ impl Node {
         NodeCall { node: me, call: Call::new(endpoint, world.common.defaults.algo), after: None }
     }
 
-    /// A device's own communicator, for what one device does alone: its calls count as its part of the order that all
-    /// ranks keep.
+    /// A device's own communicator, for calls of one device alone. They count in the order of calls that all ranks must
+    /// keep.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a device that this node has not.
+    /// [`Error::Invalid`] if this node has no such device.
     pub fn comm(&mut self, device: usize) -> Result<&mut Comm, Error> {
         let error = self.no_device("Node::comm", device);
         self.comms.get_mut(device).ok_or(error)
@@ -223,13 +223,13 @@ impl Node {
     /// A device's stream.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a device that this node has not.
+    /// [`Error::Invalid`] if this node has no such device.
     pub fn stream(&self, device: usize) -> Result<&HostStream, Error> {
         self.streams.get(device).ok_or_else(|| self.no_device("Node::stream", device))
     }
 
-    /// All devices' streams, by device. They are the devices', not the group's: nodes made by [`split`](Self::split) and
-    /// [`dup`](Self::dup) have the same.
+    /// All devices' streams, by device. They belong to the devices, not to the group: nodes made by
+    /// [`split`](Self::split) and [`dup`](Self::dup) share them.
     pub fn streams(&self) -> &[HostStream] {
         &self.streams
     }
@@ -240,10 +240,10 @@ impl Node {
     /// # Errors
     /// As a collective.
     pub async fn split(&mut self, color: u64, key: i64) -> Result<Node, Error> {
-        Node::with_streams(self.split_by(|_| (color, key)).await?, self.streams.clone())
+        Node::with_streams("Node::split", self.split_by(|_| (color, key)).await?, self.streams.clone())
     }
 
-    /// A second communicator of the same devices, independent of this one. Collective.
+    /// A second node of the same devices, with communicators of its own. Collective.
     ///
     /// # Errors
     /// As a collective.
@@ -251,9 +251,9 @@ impl Node {
         self.split(0, 0).await
     }
 
-    /// Each device's communicator with the devices that give the same color, ordered by key, then by rank: `by` says
-    /// (color, key) of each device. For instance one group for each device number, `|device| (device as u64, 0)`, or one
-    /// for each process. Collective: all processes of this group call it.
+    /// Splits the group by devices: `by` gives (color, key) of each device of this node, and each device gets a communicator
+    /// of the devices with the same color, ordered by key, then by rank. For instance `|device| (device as u64, 0)` makes one
+    /// group for each device number. Collective: all processes of this group call it.
     ///
     /// # Errors
     /// As a collective.
@@ -268,16 +268,16 @@ impl Node {
     /// Binds each rank of this node to a device, in order: [`Comm::bind_device`] of all of them. Collective: all processes call it.
     ///
     /// # Errors
-    /// As there; [`Error::Invalid`] where there is not one device for each rank.
+    /// As of [`Comm::bind_device`]; [`Error::Invalid`] where there is not one device for each rank.
     pub async fn bind_devices(&mut self, devices: &[Device]) -> Result<DevicePath, Error> {
         self.bind("Node::bind_devices", devices, Comm::bind_device).await
     }
 
-    /// The same with NCCL: [`Comm::bind_nccl`] of all of them. Its communicators never block who calls them, so one thread serves them
-    /// all.
+    /// Binds each rank of this node to a device by NCCL: [`Comm::bind_nccl`] of all of them. Calls on NCCL's communicators do not block,
+    /// so one thread serves them all.
     ///
     /// # Errors
-    /// As there; [`Error::Invalid`] where there is not one device for each rank.
+    /// As of [`Comm::bind_nccl`]; [`Error::Invalid`] where there is not one device for each rank.
     pub async fn bind_nccl(&mut self, devices: &[Device]) -> Result<DevicePath, Error> {
         self.bind("Node::bind_nccl", devices, Comm::bind_nccl).await
     }
@@ -294,12 +294,12 @@ impl Node {
             return Err(Error::invalid(call, problem));
         }
         let bound = self.comms.iter_mut().zip(devices).map(|(comm, device)| bind(comm, device));
-        // What all ranks have found is the same for all.
+        // All ranks have found the same path.
         Ok(all_of::<_, Vec<_>>(bound).await?.swap_remove(0))
     }
 
-    /// Goes on without the ranks that are lost; see [`Comm::shrink`]. Processes keep their order, and this one its devices and
-    /// streams. A process is lost with all of its devices.
+    /// Goes on without the ranks that are lost; see [`Comm::shrink`]. Processes keep their order, and this process keeps its
+    /// devices and streams. A process is lost with all of its devices.
     ///
     /// # Errors
     /// As [`Comm::shrink`]; [`Error::Invalid`] where the survivors are not whole processes.
@@ -307,13 +307,13 @@ impl Node {
         let streams = self.streams.clone();
         // All devices have the same verdict: they are ranks of one group.
         let (comms, mut found): (_, Vec<_>) = all_of(self.into_comms().into_iter().map(Comm::shrink)).await?;
-        Ok((Node::with_streams(comms, streams)?, found.swap_remove(0)))
+        Ok((Node::with_streams("Node::shrink", comms, streams)?, found.swap_remove(0)))
     }
 
-    /// The first cause for which one of the devices' communicators is dead, if one is. They die together.
+    /// Tells whether the devices' communicators are dead. They die together.
     ///
     /// # Errors
-    /// That cause.
+    /// The cause for which the first dead one of them has died.
     pub fn check(&self) -> Result<(), Error> {
         self.comms.iter().try_for_each(Comm::check)
     }
@@ -327,7 +327,7 @@ impl Node {
     fn fail(&self, error: &Error) {
         for endpoint in self.endpoints() {
             endpoint.fail(error.clone());
-            // The caller knows.
+            // The caller knows the cause: no later call need return it.
             endpoint.tell();
         }
     }
@@ -337,7 +337,7 @@ impl Node {
         self.comms.iter().map(Comm::stats).collect()
     }
 
-    /// Whether calls of this group are deterministic (the same on all ranks). See [`Call::deterministic`].
+    /// Sets whether later calls of this group are deterministic; to be set alike on all ranks. See [`Call::deterministic`].
     pub fn set_deterministic(&mut self, on: bool) {
         self.comms.iter_mut().for_each(|comm| comm.set_deterministic(on));
     }
@@ -345,14 +345,14 @@ impl Node {
     /// Closes all devices' communicators. See [`Comm::close`].
     ///
     /// # Errors
-    /// The first of theirs, by device.
+    /// The error of the first device, in order, whose close failed.
     pub async fn close(self) -> Result<(), Error> {
         all_of(self.into_comms().into_iter().map(Comm::close)).await
     }
 }
 
 impl Drop for Node {
-    /// Drops the communicators side by side: each waits for the others to leave, too.
+    /// Drops the communicators in parallel, as the drop of each may wait for the others.
     fn drop(&mut self) {
         // In a child of a fork nobody is waited for.
         if forked::is_forked() {
@@ -361,7 +361,7 @@ impl Drop for Node {
         std::thread::scope(|scope| {
             let last = self.comms.pop();
             for comm in self.comms.drain(..) {
-                // Where the system has no thread to give, it is dropped here.
+                // If the system has no thread to give, the communicator is dropped on this one.
                 let _ = std::thread::Builder::new().spawn_scoped(scope, move || drop(comm));
             }
             drop(last);

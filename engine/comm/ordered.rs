@@ -1,4 +1,4 @@
-//! [`Ordered`]: a result that a stream has, in order, before the host does; and the streams that this is about.
+//! [`Ordered`]: a result that work on a stream can use, in the stream's order, before the host has it; and the streams that can have such a result.
 
 use std::fmt;
 use std::future::Future;
@@ -15,6 +15,7 @@ use crate::device::operation::{Blocked, DeviceOp};
 use crate::device::{DeviceEvent, DeviceStream, refused_in_capture};
 use crate::error::{Error, Failed, Outcome};
 use crate::exec::{Endpoint, Key, keep_and_look, quarantine};
+use crate::forked;
 use crate::mem::{ErasedBufs, Event, HostStream, Promise};
 
 /// A stream that calls can be ordered with: a [`HostStream`] or a [`DeviceStream`].
@@ -26,15 +27,15 @@ impl Stream for DeviceStream {}
 /// What a call starts after.
 #[derive(Clone, Debug)]
 pub enum Start {
-    /// A point of the host's.
+    /// An event on the host.
     Host(Event),
     /// A point in a device's stream.
     Device(DeviceEvent),
-    /// It could not be named.
+    /// The point in the stream could not be recorded, for this reason.
     Failed(Error),
 }
 
-/// Which stream it is.
+/// A stream of the host or of a device.
 pub enum Either<'a> {
     /// One of the host's.
     Host(&'a HostStream),
@@ -42,12 +43,12 @@ pub enum Either<'a> {
     Device(&'a DeviceStream),
 }
 
-/// What ordering asks of a stream.
+/// What calls need of a stream. Nobody else can implement it.
 pub trait Sealed {
-    /// Which it is.
+    /// The stream, by its kind.
     fn either(&self) -> Either<'_>;
 
-    /// The point that it has been filled to.
+    /// Records the point to which the stream is filled now.
     fn start(&self) -> Start {
         match self.either() {
             Either::Host(stream) => Start::Host(stream.record()),
@@ -72,19 +73,19 @@ impl Sealed for DeviceStream {
 }
 
 impl<O, F> Work<O, F> {
-    /// Makes `stream` wait for the operation, not the caller. The result is for work on that stream, or to be awaited.
+    /// Makes `stream` wait for the operation; the caller does not wait. Work on that stream can use the result, or it can be awaited.
     ///
-    /// On a [`DeviceStream`](crate::cuda::DeviceStream) that is so for collectives that a device runs
-    /// ([`Comm::bind_device`](super::Comm::bind_device)); another operation is waited for here.
+    /// For a [`DeviceStream`](crate::cuda::DeviceStream) this is so with collectives that a device runs
+    /// ([`Comm::bind_device`](super::Comm::bind_device)); for any other operation the caller waits in this call.
     ///
     /// Several ranks of one process that share a device share its hardware queues, and a stream that waits holds up all streams in its
     /// queue. So let all of these ranks call an operation before any of them joins it. If another rank has yet to call, and its stream
-    /// shares the queue, this call blocks until it has. If only this thread would make that call, or it turns out only then that the
-    /// stream is held up, all ranks get an [`Error::Invalid`] that names this rule. Ranks that have a device, or a process, of their own
-    /// need not care, nor does anybody with `CUDA_DEVICE_MAX_CONNECTIONS=32` and fewer streams.
+    /// shares the queue, this call blocks until that rank has called. If only this thread would make that rank's call, or if it turns out
+    /// only at that call that its stream is held up, all ranks get an [`Error::Invalid`] that names this rule. Ranks that have a device, or a
+    /// process, of their own need not care, nor does anybody with `CUDA_DEVICE_MAX_CONNECTIONS=32` and fewer streams.
     ///
     /// # Errors
-    /// Those that are known already: an operation that was refused, or waited for here.
+    /// Those that are known already: of an operation that was refused, or that this call has waited for.
     pub fn join(mut self, stream: &impl Stream) -> Result<Ordered<O, F>, Failed<F>>
     where
         O: Send + 'static,
@@ -100,38 +101,38 @@ impl<O, F> Work<O, F> {
 
 /// A value that work on a stream can use, in order: the stream has waited for it, the host has not.
 ///
-/// [`Ordered::launch`] runs a job on it there; awaiting it gives it to the host.
+/// [`Ordered::launch`] runs a job on the value in a stream's order; awaiting the `Ordered` gives the value to the host.
 #[must_use = "the buffer comes back through it"]
 pub struct Ordered<O, F = O>(State<O, F>);
 
 enum State<O, F> {
-    /// What a job on a stream of the host's will leave, or what is there.
+    /// The result that a job on a host stream will leave, or one that is there already.
     Host(Promise<Result<O, Failed<F>>>),
-    /// Of an operation that a device runs, until somebody has the content.
+    /// An operation that a device runs, and its content, until somebody takes that.
     Device(OnDevice, Option<Content<O, F>>),
 }
 
 /// An operation that a device's streams wait for.
 struct OnDevice {
     endpoint: Arc<Endpoint>,
-    /// Until the operation has ended, or another value has its place.
+    /// `None` once the outcome was taken, or another `OnDevice` has the operation.
     key: Option<Key>,
     device: Arc<DeviceOp>,
     stream: DeviceStream,
     ready: OnceLock<Event>,
 }
 
-#[allow(clippy::large_enum_variant)] // a box would be an allocation for each
+#[allow(clippy::large_enum_variant)] // a box would cost an allocation for each operation
 enum Content<O, F> {
-    /// What the operation holds, in the order of streams that wait for it.
+    /// The operation's buffers, for use in the order of streams that wait for it, and what makes the result of them.
     Held(ErasedBufs, Restore<O, F>),
-    /// The same of an operation among several, with what is made of its result and theirs.
+    /// The operation's buffers, and a function that makes something else of the result (`Ordered::then`).
     Joined(ErasedBufs, Make<O, F>),
-    /// What a job has made of it.
+    /// What a job on a device's stream has made of the value (`Ordered::launch`).
     Value(O),
 }
 
-/// Quarantine, as in `Run::tear_down`, which did not have these buffers: nobody uses them as long as the operation's leases last, or ever.
+/// Puts a failed operation's buffers, which `Run::tear_down` did not have, into quarantine: until the leases are over, or for ever if there are none.
 fn keep_apart(held: ErasedBufs, device: &DeviceOp) {
     match device.lost() {
         Some(Some(leases)) => keep_and_look(quarantine::What::OnDevice(held, None), leases),
@@ -139,25 +140,25 @@ fn keep_apart(held: ErasedBufs, device: &DeviceOp) {
     }
 }
 
-/// Makes a result of how an operation ended and what it held.
+/// Makes a result from an operation's outcome and its buffers.
 type Make<O, F> = Box<dyn FnOnce(Outcome, Option<ErasedBufs>) -> Result<O, Failed<F>> + Send>;
 
 impl Drop for OnDevice {
     fn drop(&mut self) {
         if let Some(key) = self.key {
-            // The content is dropped next, if nobody has it: what becomes of its memory then depends on how the operation ends.
+            // If nobody has taken the content, its buffers are dropped next: from here on the outputs' memory is kept until the operation has ended.
             let _ = self.device.hand_on();
             self.endpoint.submitted.detach(key);
         }
     }
 }
 
-/// A thread that makes a stream wait for a collective first helps to get it onto the ranks' streams, for this long: then no way has to be made
-/// for it.
+/// Before a thread makes a stream wait for a collective, it drives the collective for this long. Once all of it is on the ranks' streams, no stream
+/// that waits for it can hold it up in a hardware queue, so no queue has to be kept free.
 const HELP: Duration = Duration::from_micros(20);
 
-/// Makes a stream, and those of the buffers, wait for an operation; its buffers may then be used in their order.
-/// `None`: no device runs it, or it has ended.
+/// Makes `stream`, and those of the buffers, wait for an operation. Returns its buffers, for use in the order of these streams.
+/// `None`: no device runs the operation, or it has ended.
 fn join(
     endpoint: &Arc<Endpoint>,
     key: Key,
@@ -166,10 +167,10 @@ fn join(
     let joins = endpoint.submitted.carrier(key).and_then(|carrier| carrier.on_stream().map(|op| op.joins()));
     let Some(device) = joins.and_then(|joins| joins.downcast::<DeviceOp>().ok()) else { return Ok(None) };
     let start = Instant::now();
-    // A stream cannot wait for what comes behind on itself, or on a stream that it holds up: there the caller waits
-    // until all is there.
+    // The rank's own stream cannot wait for work that is still to be put behind the wait: if it is one of those that are to wait, the
+    // caller waits until all work is on the streams.
     let is_ours = device.is_on(stream);
-    // The device is asked for a way now and then: each question takes some time of the streams that are to wait.
+    // Whether the streams can wait without holding the operation up is asked less and less often: each answer takes some time on them.
     let (mut has_way, mut ask_at) = (false, HELP);
     let mut blocked = None;
     while !device.is_enqueued() {
@@ -205,13 +206,13 @@ fn join(
 }
 
 impl OnDevice {
-    /// Takes the place of an operation that a device runs, for `stream`; `None` if no device does.
+    /// Makes `stream` wait for an operation that a device runs, and takes the operation from `submitted`; `None`: no device runs it.
     fn join(
         submitted: &mut Submitted,
         stream: &DeviceStream,
     ) -> Result<Option<(OnDevice, ErasedBufs)>, Error> {
         let Some((endpoint, key)) = submitted.at() else { return Ok(None) };
-        // What waits in a graph waits when the graph is launched.
+        // A wait that is captured into a graph takes place only when the graph is launched.
         refused_in_capture(stream, "join")?;
         let Some((held, device)) = join(endpoint, key, stream)? else { return Ok(None) };
         let endpoint = endpoint.clone();
@@ -220,31 +221,37 @@ impl OnDevice {
         Ok(Some((OnDevice { endpoint, key, device, stream, ready }, held)))
     }
 
-    /// Makes `stream` wait for what this one's stream holds. Whether it does: the host waits otherwise.
+    /// Makes `stream` wait for what the operation's stream holds. `false`: it does not wait, so the host must.
     fn is_awaited_by(&self, stream: &DeviceStream) -> bool {
-        let before = &self.stream;
-        // `before` may wait for what is not on any stream yet, and then so does this one.
-        let is_early = before != stream && !self.device.is_enqueued();
-        let spares = is_early && self.device.spares_inputs(stream, Duration::ZERO);
-        let has_way = spares && self.device.make_way(stream);
-        let held_up = is_early && !has_way && !self.device.is_enqueued();
-        let order = match before == stream || held_up {
-            true => Ok(()),
-            false => refused_in_capture(stream, "launch")
-                .and_then(|()| before.point())
-                .and_then(|e| stream.wait_event(&e)),
-        };
-        if has_way {
-            self.device.waits_now(stream);
-            self.device.note_join(stream, true);
+        if self.stream == *stream {
+            return true;
         }
-        if let Err(error) = &order {
+        // Asked first, as `spares_inputs` and `make_way` may put a wait of their own on the stream, which a capture would record.
+        let waits = refused_in_capture(stream, "launch").and_then(|()| self.put_wait_on(stream));
+        waits.unwrap_or_else(|error| {
             tracing::warn!("a stream cannot wait for an operation, so the host does: {error}");
-        }
-        !held_up && order.is_ok()
+            false
+        })
     }
 
-    /// The same operation, for another stream.
+    /// Makes another stream wait for the operation's, unless the wait could hold up, in a hardware queue, what the operation still puts on streams: then returns `false`.
+    fn put_wait_on(&self, stream: &DeviceStream) -> Result<bool, Error> {
+        // The operation's stream may itself wait for work that is on no stream yet; then `stream`, behind it, waits for that, too.
+        let is_early = !self.device.is_enqueued();
+        let spares = is_early && self.device.spares_inputs(stream, Duration::ZERO);
+        let has_way = spares && self.device.make_way(stream);
+        if is_early && !has_way && !self.device.is_enqueued() {
+            return Ok(false);
+        }
+        let order = self.stream.point().and_then(|point| stream.wait_event(&point));
+        if has_way {
+            self.device.waits_now(stream);
+            self.device.note_join(stream, order.is_ok());
+        }
+        order.map(|()| true)
+    }
+
+    /// Moves the operation to a value for another stream.
     fn moved_to(&mut self, stream: &DeviceStream) -> OnDevice {
         let (endpoint, device, stream) = (self.endpoint.clone(), self.device.clone(), stream.clone());
         OnDevice { endpoint, key: self.key.take(), device, stream, ready: OnceLock::new() }
@@ -281,7 +288,7 @@ impl OnDevice {
 }
 
 impl<O, F> Content<O, F> {
-    /// The value, in the order of its stream.
+    /// The value before the operation has ended, for use in the order of its stream.
     fn hand_on(content: Option<Self>, device: &DeviceOp) -> Result<O, Failed<F>> {
         match content {
             Some(Content::Held(held, restore)) => restore(device.hand_on().map_err(Box::new), Some(held)),
@@ -291,7 +298,7 @@ impl<O, F> Content<O, F> {
         }
     }
 
-    /// The value, when the operation has ended so.
+    /// The value, once the operation has ended with this outcome.
     fn end(content: Option<Self>, ended: Option<Ended>, device: &DeviceOp) -> Result<O, Failed<F>> {
         let Some((result, held)) = ended else { return Err(taken()) };
         match (content, result) {
@@ -326,11 +333,17 @@ impl<O, F> fmt::Debug for Ordered<O, F> {
     }
 }
 
+/// An error in a forked child if the value is not there yet: the thread that makes it runs in the parent only.
+fn comes_here<O, F>(promise: &Promise<Result<O, Failed<F>>>) -> Result<(), Failed<F>> {
+    let comes = promise.event().is_complete() || !forked::is_forked();
+    if comes { Ok(()) } else { Err(Failed { buf: None, error: forked::refusal() }) }
+}
+
 fn taken<F>() -> Failed<F> {
     Failed { buf: None, error: Error::invalid("await", "the value was taken already") }
 }
 
-/// A value that is there.
+/// An [`Ordered`] of a result that is there already.
 pub(crate) fn ready<O, F>(result: Result<O, Failed<F>>) -> Ordered<O, F> {
     Ordered(State::Host(Promise::kept(result)))
 }
@@ -340,11 +353,14 @@ fn run<O, F, R>(value: Result<O, Failed<F>>, job: impl FnOnce(O) -> R) -> Result
     value.and_then(|value| catch_unwind(AssertUnwindSafe(|| job(value))).map_err(panicked))
 }
 
-/// Puts a job on the stream whose result comes back; what follows one that failed must not use data that never came.
+/// Puts a job on a stream; its result comes back. If it fails, so does the stream: later jobs must not use data that never came.
 pub(crate) fn push<O: Send + 'static, F: Send + 'static>(
     stream: &HostStream,
     job: impl FnOnce() -> Result<O, Failed<F>> + Send + 'static,
 ) -> Ordered<O, F> {
+    if let Err(error) = forked::check() {
+        return ready(Err(Failed { buf: None, error }));
+    }
     let (promise, failed) = (Promise::pending(), stream.failure_flag());
     let ours = promise.clone();
     stream.push(Box::new(move || {
@@ -372,11 +388,11 @@ fn join_on_device<O: Send + 'static, F: Send + 'static>(
             tracing::warn!("a stream cannot wait for an operation, so the host does: {error}");
         }
     }
-    // The host runs it, or it is over, or the driver does not let the stream wait: so the caller does.
+    // The host runs the operation, or it is over, or the driver does not let the stream wait: so the caller waits.
     Work::new(submitted, restore).wait().map(|value| ready(Ok(value)))
 }
 
-/// Runs a job here and now, which puts its work on a device's stream.
+/// Runs a job at once, on this thread; it puts its work on a device's stream.
 fn launch_on_device<O: Send + 'static, F: Send + 'static, R: Send + 'static>(
     mut value: Ordered<O, F>,
     stream: &DeviceStream,
@@ -387,7 +403,7 @@ fn launch_on_device<O: Send + 'static, F: Send + 'static, R: Send + 'static>(
         let before = on.stream.clone();
         let value = value.wait().and_then(|value| match before.synchronize() {
             Ok(()) => Ok(value),
-            // What is on the stream may touch it yet.
+            // Work that is on the stream may still touch the value.
             Err(error) => {
                 std::mem::forget(value);
                 Err(Failed { buf: None, error })
@@ -402,8 +418,8 @@ fn launch_on_device<O: Send + 'static, F: Send + 'static, R: Send + 'static>(
 }
 
 impl<O: Send + 'static, F: Send + 'static> Ordered<O, F> {
-    /// What `make` makes of the result, also of a failure, when somebody takes it: in the order of the device's stream, or on the host. Of
-    /// an operation that no device runs, here and now.
+    /// Passes the result, also a failure, through `make` when somebody takes it, in the order of the device's stream or on the host. If no
+    /// device runs the operation, or a job was launched on the value, waits for it and calls `make` at once.
     pub(crate) fn then<P, G>(
         mut self,
         make: impl FnOnce(Result<O, Failed<F>>) -> Result<P, Failed<G>> + Send + 'static,
@@ -422,12 +438,13 @@ impl<O: Send + 'static, F: Send + 'static> Ordered<O, F> {
         Ordered(State::Device(on.moved_to(&stream), Some(content)))
     }
 
-    /// Runs `job` on the value, on the stream, after what the stream holds; an operation that failed is passed on.
+    /// Runs `job` on the value, on the stream, after what the stream holds. If the operation has failed by then, its error is passed on
+    /// and the job does not run.
     ///
-    /// On a [`DeviceStream`] the job is run here and now, and puts its work on the stream: the value's memory is in the
-    /// stream's order, not the host's. An operation that a device does not run (on host memory, or staged) is waited for
-    /// first. What comes of awaiting the result says how the operation ended; the work that the job put on the stream may
-    /// then still be running.
+    /// On a [`DeviceStream`] the job runs at once, on this thread, and puts its work on the stream: work on the stream may
+    /// use the value's memory, the host may not yet. An operation that no device runs (on host memory, or staged) is waited
+    /// for first. Awaiting the result tells how the operation ended; the work that the job put on the stream may still be
+    /// running then.
     pub fn launch<R: Send + 'static>(
         self,
         stream: &impl Stream,
@@ -444,11 +461,11 @@ impl<O: Send + 'static, F: Send + 'static> Ordered<O, F> {
         }
     }
 
-    /// The value at once, in the order of the device stream that waits for it (and, of a buffer, of its own stream): for what
-    /// is put there next, such as the next collective. Should the operation fail later, the communicator says so at its
-    /// next call or check, and a buffer's contents mean nothing: copies and collectives refuse it with the cause.
+    /// The value at once, for work that is put next on the device stream that waits for it, or on a buffer's own stream, such as
+    /// the next collective. If the operation fails later, the communicator's next call or check returns the error, and a
+    /// buffer's contents mean nothing: copies and collectives refuse the buffer with that error.
     ///
-    /// Of an operation that no device runs, it is waited for.
+    /// If no device runs the operation, this call waits for it.
     ///
     /// # Errors
     /// Those of the operation that are known already.
@@ -457,7 +474,7 @@ impl<O: Send + 'static, F: Send + 'static> Ordered<O, F> {
         Content::hand_on(content.take(), &on.device)
     }
 
-    /// Makes other streams wait for what the stream that it was joined with holds now. `false`: no device runs the
+    /// Makes other streams wait for what the joined stream holds now. `false`: no device runs the
     /// operation, or at least one of them does not wait, and the caller is to wait for the operation on the host.
     pub(crate) fn is_awaited_by_all<'a>(&self, mut others: impl Iterator<Item = &'a DeviceStream>) -> bool {
         match &self.0 {
@@ -466,7 +483,7 @@ impl<O: Send + 'static, F: Send + 'static> Ordered<O, F> {
         }
     }
 
-    /// The operation has references to the caller's buffers: those are as if handed on.
+    /// For an operation on aliases of the caller's buffers: these count as handed on. If no device runs it, waits for the operation.
     pub(super) fn leave(self) -> Result<(), Error> {
         match &self.0 {
             State::Host(_) => self.wait().map(drop).map_err(|failed| failed.error),
@@ -474,7 +491,7 @@ impl<O: Send + 'static, F: Send + 'static> Ordered<O, F> {
         }
     }
 
-    /// The point at which the value is there.
+    /// An event that is complete when the value is there.
     pub fn event(&self) -> &Event {
         match &self.0 {
             State::Host(promise) => promise.event(),
@@ -488,7 +505,10 @@ impl<O: Send + 'static, F: Send + 'static> Ordered<O, F> {
     /// Those of the operation.
     pub fn wait(mut self) -> Result<O, Failed<F>> {
         match &mut self.0 {
-            State::Host(promise) => promise.wait().unwrap_or_else(|| Err(taken())),
+            State::Host(promise) => {
+                comes_here(promise)?;
+                promise.wait().unwrap_or_else(|| Err(taken()))
+            }
             State::Device(on, content) => {
                 let ended = on.wait();
                 Content::end(content.take(), ended, &on.device)
@@ -501,7 +521,10 @@ impl<O, F> Future for Ordered<O, F> {
     type Output = Result<O, Failed<F>>;
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         match &mut self.0 {
-            State::Host(promise) => promise.poll(cx).map(|result| result.unwrap_or_else(|| Err(taken()))),
+            State::Host(promise) => {
+                comes_here(promise)?;
+                promise.poll(cx).map(|result| result.unwrap_or_else(|| Err(taken())))
+            }
             State::Device(on, content) => {
                 let Poll::Ready(ended) = on.poll(cx) else { return Poll::Pending };
                 Poll::Ready(Content::end(content.take(), ended, &on.device))

@@ -1,4 +1,4 @@
-//! The runtime of a process of a user's: the system's clock, the progress thread, the control thread.
+//! The runtime of a user's process: the system's clock, the progress thread, the control thread.
 
 use std::sync::Arc;
 use std::task::Waker;
@@ -10,10 +10,10 @@ use crate::error::Error;
 use crate::exec::{Driven, ProgressThread, Runtime, Task, progress_thread};
 use crate::group::runtime;
 
-/// The threads are started if they were not.
+/// The process's progress thread and its runtime. Starts the progress thread and the control thread if they are not running.
 ///
 /// # Errors
-/// They cannot be.
+/// The system cannot start a thread.
 pub(crate) fn process_runtime() -> Result<(Arc<ProgressThread>, Arc<dyn Runtime>), Error> {
     let progress_thread = progress_thread()?;
     runtime::handle()?;
@@ -52,16 +52,19 @@ impl Runtime for ProcessRuntime {
     }
 
     fn sleep(&self, pause: Duration) -> Task {
-        // Made when it is first awaited: that is on the control thread, which has the timers.
+        // The timer is made when the task is first polled, on the control thread: no other thread has timers.
         Box::pin(async move { tokio::time::sleep(pause).await })
     }
 }
 
-/// Ticks of a runtime's clock, for a loop that runs wherever it is awaited.
+/// The time between two looks at what no event tells of, such as whether an operation is over: so long a loop sleeps that drives nothing itself.
+pub(crate) const LOOK: Duration = Duration::from_micros(200);
+
+/// Ticks of a runtime's clock, for a loop that is awaited on any executor.
 pub(crate) struct Ticks(mpsc::Receiver<()>);
 
 impl Ticks {
-    /// One after each `pause`, and never more than one to be taken at once. They end with what is returned.
+    /// A tick comes after each `pause`. While nobody takes it, at most one more is made. The ticks end when the returned value is dropped.
     ///
     /// # Errors
     /// As [`Runtime::spawn`].
@@ -79,9 +82,9 @@ impl Ticks {
         Ok(Ticks(told))
     }
 
-    /// Waits for the next one, on any executor.
+    /// Waits for the next tick, on any executor.
     pub(crate) async fn next(&mut self) -> Result<(), Error> {
-        let ended = || Error::system("wait for the engine's clock", "its clock has ended");
+        let ended = || Error::system("wait for the engine's clock", "the control thread no longer ticks");
         self.0.recv().await.ok_or_else(ended)
     }
 }

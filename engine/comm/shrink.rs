@@ -4,14 +4,11 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use super::Comm;
-use super::runtime::Ticks;
+use super::runtime::{LOOK, Ticks};
 use super::world::{Meeting, Verdict};
 use crate::error::{Error, Lost};
 use crate::forked;
 use crate::types::Rank;
-
-/// How often `shrink` looks whether all operations that were in flight have ended.
-const LOOK: Duration = Duration::from_micros(200);
 
 impl Comm {
     /// Goes on without the ranks that are lost. Gives a communicator of the survivors, in their old order and renumbered from 0, and a
@@ -76,7 +73,7 @@ impl Comm {
         forked::check()?;
         let (endpoint, world) = (self.0.endpoint.clone(), self.0.membership.world.clone());
         let by = self.rank();
-        endpoint.fail(Error::aborted(by, "it goes on without those that are lost (shrink)"));
+        endpoint.fail(Error::aborted(by, "it called shrink, to go on without the lost ranks"));
         // If this ends early, the drop of `meeting` tells the others that this rank does not come, so that they do not wait for it.
         let meeting = Meeting::new(&world, &endpoint);
         let id = meeting.id;

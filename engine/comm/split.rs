@@ -7,19 +7,19 @@ use crate::error::Error;
 use crate::group::message::CommId;
 use crate::types::{Rank, mix};
 
-/// The key of the collectives by which ranks make something together, so that no call of a user's on the same handle is taken for one.
+/// The key of the collectives by which ranks make something together. By it the ranks tell these from the user's calls on the same handle.
 const MAKING: u64 = 0x6d61_6b69_6e67_0001;
 
 /// The row of a rank that has no room for the rings of its new group.
 const NO_ROOM: [u64; ROW] = [u64::MAX; ROW];
 
 made_together! {
-    /// A second communicator of the same ranks, independent of this one. Collective: all ranks call it, and where they make several, all in
-    /// one order. So make those of several tasks before the tasks start, one after another; tasks that each `dup` for themselves may get each
-    /// other's.
+    /// A second communicator of the same ranks, independent of this one. Collective: all ranks call it, and ranks that make several
+    /// communicators make them in the same order. So make the communicators of several tasks one after another, before the tasks start: if
+    /// each task calls `dup` itself, a task of one rank may be joined with another task of the other ranks.
     ///
-    /// A library whose tasks make calls of their own takes `&mut Comm`, `dup`s it and [shares](Comm::share) the `dup`: then no call of
-    /// its caller's comes between its own.
+    /// A library whose tasks make calls of their own takes `&mut Comm`, `dup`s it and [shares](Comm::share) the `dup`: then calls of the
+    /// library's caller do not come between the library's own.
     ///
     /// # Errors
     /// As of [`split`](Self::split).
@@ -28,18 +28,18 @@ made_together! {
     /// Communicators of the ranks that give the same `color`, ordered by `key`, then by rank. Collective: all ranks of
     /// this group call it.
     ///
-    /// An idle communicator of the same members, in the same order, is taken up again where all of them have one: one
-    /// that was closed or dropped on all of them when all its work was done.
+    /// If all members have an idle communicator of the same members in the same order, it is used again. A communicator is
+    /// idle when all its members have closed or dropped it and all its work is done.
     ///
-    /// It takes several collectives. Where several tasks share the handle, no rank may make another call on it until this is
-    /// done: ranks on which the two come in different orders get an error.
+    /// A split takes several collectives. If several tasks share the handle, no rank may make another call on it until the
+    /// split is done: ranks that make the two calls in different orders get an error.
     ///
     /// # Errors
-    /// As a collective. [`Error::System`] on all ranks when one of them has no memory for the rings of another group: none is made, this
-    /// communicator stays as it is, and there is room again when others were dropped or closed.
+    /// As of a collective. [`Error::System`] on all ranks when one rank has no memory for the rings of another group: then no group is made,
+    /// this communicator stays as it is, and there is room again once other communicators are dropped or closed.
     async fn split [] (color: u64, key: i64) -> Result<Comm, Error> = |comm| comm.made_by_color(color, key);
 
-    /// [`split`](Self::split), where a rank without a color takes part in the call and gets no communicator.
+    /// [`split`](Self::split), except that a rank may give no color: it takes part in the call and gets no communicator.
     ///
     /// # Errors
     /// As of `split`.
@@ -50,8 +50,8 @@ made_together! {
     /// Collective: all ranks of this group call it, with the same ranks.
     ///
     /// # Errors
-    /// [`Error::Invalid`] on all ranks, where ranks are named twice or are not in this group, and where ranks do not
-    /// name the same; this communicator stays as it is. Else as of [`split`](Self::split).
+    /// [`Error::Invalid`] on all ranks if `ranks` is empty, names a rank twice or names one that is not in this group, or if
+    /// not all ranks pass the same `ranks`; this communicator stays as it is. Else as of [`split`](Self::split).
     async fn subset [] (ranks: &[Rank]) -> Result<Option<Comm>, Error> = |comm| comm.made_of(ranks);
 }
 
@@ -87,13 +87,13 @@ impl SharedComm {
         self.child(mates, 0).await
     }
 
-    /// A call by which ranks make something together.
+    /// For the collectives by which ranks make something together: a call with the key `MAKING`.
     pub(super) fn step(&self) -> Call<'_> {
         self.key(MAKING)
     }
 
-    /// Compares between all ranks what a call was given. All end with an error if one of them has a problem with it, or
-    /// something else.
+    /// Compares the arguments of a call (`words`; `text` shows them to people) on all ranks. All ranks end with an error if one
+    /// of them has a `problem` with its arguments, or was given other arguments.
     pub(super) async fn same(
         &self,
         call: &str,
@@ -119,8 +119,8 @@ impl SharedComm {
         }
     }
 
-    /// Makes a communicator of `mates`, ranks of this group in the new one's order. All ranks of this group come here
-    /// together, those without a communicator with no mates.
+    /// Makes a communicator of `mates`: ranks of this group, in the order of the new one. All ranks of this group call this
+    /// together; a rank that gets no communicator passes no mates.
     async fn child(&self, mates: &[Rank], color: u64) -> Result<Option<Comm>, Error> {
         let (handle, n) = (self.handle(), self.size());
         let (parent, world) = (&handle.endpoint, &handle.membership.world);
@@ -136,7 +136,7 @@ impl SharedComm {
             let members = mates.iter().map(|r| parent.config.members[*r]).collect();
             world.propose(id, members).await.map(Some)
         };
-        // Dead already: nobody hears of what was proposed.
+        // If this communicator is dead, no rank has heard of the proposal yet, and its drop takes it back.
         self.check()?;
         let row = match &mut proposal {
             Ok(Some(proposal)) => proposal.row(),
@@ -150,7 +150,7 @@ impl SharedComm {
         }
         let proposal = proposal?;
         if let Some(without) = rows.iter().position(|row| *row == NO_ROOM) {
-            // All ranks know it now, those of other colors, too: none has made anything, and nobody has used what was proposed.
+            // All ranks see this row, those of other colors, too: no rank makes a communicator, and nobody has used what was proposed.
             proposal.into_iter().for_each(Proposal::withdraw);
             let problem = format!(
                 "{} has no room for the rings of another group; drop those that are not needed, on all their members",
@@ -166,8 +166,8 @@ impl SharedComm {
     }
 }
 
-/// Names a child: the same on all its members, different from its siblings and cousins.
+/// The id of a child communicator: the same on all its members, and different from that of any other communicator.
 fn child_id(parent: u64, child: u64, color: u64) -> u64 {
-    // 0 is the world's.
+    // 0 is the id of the world's own communicator.
     mix(mix(parent, child), color).max(1)
 }

@@ -24,24 +24,26 @@ use crate::plan::{INPUT, OUTPUT, Slot};
 use crate::types::{ON_DEVICES, Rank};
 
 impl Call<'_> {
-    /// Makes an operation on device memory start after what it is to start after: the buffers' streams are made to wait for
-    /// more where that is asked for.
+    /// Makes an operation on device memory start after what the call names (`on`, `after`): makes the buffers' streams wait for
+    /// that, too.
     fn start_on_devices<'m>(
         &self,
         call: &str,
         places: impl Iterator<Item = &'m DeviceMemory> + Clone,
     ) -> Result<(), Error> {
-        // Known already: what a buffer holds means nothing.
+        // An error if it is known already that a buffer's contents are invalid, as a collective that was to write them has failed.
         places.clone().try_for_each(DeviceMemory::check)?;
         match &self.after {
             None => Ok(()),
             Some(Start::Host(_)) => {
-                let problem = "after(..), and on(..) a stream of the host's, are for host buffers: an operation on a device \
-                               buffer starts after what the buffer's own stream holds, and on(..) takes streams of devices";
+                let problem = "after(..), and on(..) with a host stream, are for host buffers only: an operation on a device buffer \
+                               starts after what its own stream holds, and on(..) with a device stream adds to that";
                 Err(Error::invalid(call, problem))
             }
             Some(Start::Failed(error)) => Err(error.clone()),
             Some(Start::Device(event)) => {
+                // A wait for what is outside a capture would break the capture that a refusal leaves whole.
+                places.clone().try_for_each(|place| refused_in_capture(&place.stream(), call))?;
                 for place in places {
                     place.stream().wait_event(event)?;
                 }
@@ -50,7 +52,7 @@ impl Call<'_> {
         }
     }
 
-    /// Hands in a collective whose parts have this memory, some of it on devices.
+    /// Submits a collective on `memory`, some of which is on devices.
     #[cold]
     pub(super) fn hand_in_staged(
         &self,
@@ -79,7 +81,8 @@ impl Call<'_> {
         }
     }
 
-    /// The device that is to run an operation, and the library that is to take it whole, if one is. The same answer on all ranks.
+    /// The binding whose device is to run an operation, and the library that is to take the operation whole, if one is. `None`: the operation
+    /// is staged, or refused already. The answer is the same on all ranks.
     fn binding(&self, prepared: &mut Result<Operation, Error>) -> Option<(Arc<Binding>, Option<BoundWhole>)> {
         let binding = bound_to(self.side.0)?.binding.as_ref()?;
         let operation = prepared.as_mut().ok()?;
@@ -90,7 +93,7 @@ impl Call<'_> {
         (runs && binding.reaches).then(|| (binding.clone(), None))
     }
 
-    /// Hands in a collective on the memory of this rank's device, which that is to run, or a library is to take whole.
+    /// Submits a collective on memory of this rank's device. The device runs it, or a library takes it whole.
     fn hand_in_on_device(
         &self,
         (binding, whole): (Arc<Binding>, Option<BoundWhole>),
@@ -111,7 +114,7 @@ impl Call<'_> {
                     output.depend_like(input);
                 }
             }
-            // What cannot be had is an error when the operation begins, and then all ranks hear of it.
+            // If something cannot be had, the error waits until the operation begins: then it ends the communicator, and all ranks hear of it.
             let workspace = match &whole {
                 None => binding.get_ready(&mut operation),
                 Some(bound) => {
@@ -145,7 +148,7 @@ impl Call<'_> {
             }
             Ok(Carried { operation, carrier: Some(Arc::new(OnDevice(device))) })
         };
-        // The driver is called a few times: within one context.
+        // `prepare` calls the driver several times: the device's context stays current from one call to the next.
         let prepared = prepared.and_then(|operation| keep(|| prepare(operation)));
         if let Some(error) = held_up {
             endpoint.fail(error);
@@ -154,16 +157,18 @@ impl Call<'_> {
         self.hand_in(prepared, None, held)
     }
 
-    /// What moves a message of a device's memory to another rank, or from there, if a library does.
+    /// What moves a message between this buffer on a device and another rank, if a library does that. `None`: the message is staged, if it is
+    /// on a device at all.
     pub(super) fn message_path(&self, peer: Rank, buf: &RawBuf) -> Option<Result<Arc<MessagePath>, Error>> {
         let (endpoint, bound) = (self.side.0, bound_to(self.side.0)?);
-        // Shorter ones go without waiting for their receive, which a library's do not.
+        // Shorter messages are sent eagerly, before their receive is posted. A library's messages would wait for it.
         let place = buf.device_memory().filter(|_| buf.bytes() > EAGER && peer != self.rank())?;
         let moves = bound.binding.is_some() && bound.whole.as_ref()?.whole.moves_messages();
         moves.then(|| bound.message_path(endpoint, &place.stream()))
     }
 
-    /// What such a message starts after: the host waits until its buffer's stream has come to the call, as for the copies of others.
+    /// The event that such a message starts after: that its buffer's stream has come to the call. The host waits for it, as it waits for the
+    /// copies of a staged message.
     pub(super) fn launched_message(
         &self,
         direction: Direction,
@@ -178,7 +183,8 @@ impl Call<'_> {
         Ok(stream.point()?.on_host())
     }
 
-    /// The copies of a message's memory to or from the host, and what copies the rest back once all has come.
+    /// Stages a message: begins the copies of a send to the host, or gets the host memory of a receive. Also returns the carrier, which copies
+    /// the results of a receive back.
     #[cold]
     pub(super) fn stage_message(
         &self,
@@ -199,7 +205,7 @@ impl Call<'_> {
     }
 }
 
-/// Whether a buffer is on the device that this rank is bound to.
+/// An error unless a buffer, in the order of `stream`, is on the device that this rank is bound to (`ours`).
 fn check_device(call: &str, stream: &DeviceStream, ours: &Device) -> Result<(), Error> {
     let device = stream.device();
     if device == *ours {
@@ -208,7 +214,7 @@ fn check_device(call: &str, stream: &DeviceStream, ours: &Device) -> Result<(), 
     Err(Error::invalid(call, format!("a buffer is on {device:?}, and this rank is bound to {ours:?}")))
 }
 
-/// Where the buffers on devices are.
+/// Where those of the buffers are that lie on devices.
 fn places(memory: &[Memory]) -> impl Iterator<Item = &DeviceMemory> + Clone {
     memory
         .iter()
@@ -216,16 +222,16 @@ fn places(memory: &[Memory]) -> impl Iterator<Item = &DeviceMemory> + Clone {
         .filter_map(RawBuf::device_memory)
 }
 
-/// Where the buffers of an operation on this rank's device are.
+/// What [`place`] finds out about the buffers of an operation on this rank's device.
 struct Placed {
     /// The streams of the buffers, each once.
     streams: Vec<DeviceStream>,
-    /// Of buffers that the devices of other ranks cannot touch. The error for which there is no memory for them.
+    /// Copies of the buffers that the devices of other ranks cannot touch. An error: there was no memory for one of them.
     copied: Result<Vec<Copied>, Error>,
 }
 
-/// Makes the parts work on the device's memory. `is_lent`: the devices of other ranks touch it, so what they cannot touch is copied first.
-/// `varied`: between the blocks of an output may be elements that stay as they are.
+/// Gives the parts their addresses on the device. `is_lent`: the devices of other ranks touch the buffers, so the parts get a copy of each
+/// buffer that those cannot touch. `varied`: an output may have elements between its blocks, which must keep their values.
 fn place(
     operation: &mut Operation,
     binding: &Binding,
@@ -236,7 +242,7 @@ fn place(
     let mut placed = Placed { streams: Vec::new(), copied: Ok(Vec::new()) };
     let mut at = |end: &RawBuf, used: (bool, bool)| {
         let place = match &end.place.0 {
-            // No elements, of a rank whose input or output is not looked at, are nowhere.
+            // A buffer without elements may be on the host: that of a rank whose input or output is not used.
             Where::Host(start) if end.bytes() == 0 => return Ok(*start),
             Where::Host(_) => {
                 let problem = format!(
@@ -284,7 +290,7 @@ fn place(
     Ok(placed)
 }
 
-/// Starts the copies to the host, and makes the parts work on those.
+/// Starts the copies to the host, and gives the parts the addresses of these copies.
 fn stage(
     operation: &mut Operation,
     varied: bool,
@@ -294,7 +300,7 @@ fn stage(
     let (mut items, mut slots) = (Vec::new(), Vec::new());
     let mut add = |(part, slot): (usize, Slot), end: &RawBuf, fill: bool, back: bool| match &end.place.0 {
         Where::Host(at) => Err(*at),
-        // Refused before.
+        // `hand_in_staged` has refused it.
         Where::Unfit(_) => Err(std::ptr::null_mut()),
         Where::Device(memory) => {
             items.push(Item { place: memory.into(), bytes: end.bytes(), fill, back });
@@ -309,7 +315,7 @@ fn stage(
             part.leaves_result(&signature, part.factor(operation.scale, &operation.reduction).is_some());
         ends.push(match &memory.input {
             None => (None, add((p, OUTPUT), &memory.output, true, writes)),
-            // Between the blocks of a varied one may be elements that stay as they are.
+            // A varied output may have elements between its blocks, which must keep their values: so it is copied to the host first.
             Some(input) => {
                 (Some(add((p, INPUT), input, true, false)), add((p, OUTPUT), &memory.output, varied, writes))
             }

@@ -11,7 +11,7 @@ use crate::error::Error;
 use crate::mem::Buf;
 use crate::types::{Element, Kind, Rank, Tables, digest};
 
-/// Blocks of these lengths, one after another.
+/// The ranges of blocks of these lengths that lie one after another.
 fn packed(counts: &[usize]) -> Vec<Range<usize>> {
     let mut end = 0usize;
     counts
@@ -24,7 +24,7 @@ fn packed(counts: &[usize]) -> Vec<Range<usize>> {
         .collect()
 }
 
-/// All of so many elements, as one chunk.
+/// One block of all `count` elements.
 fn whole(count: usize) -> Vec<Range<usize>> {
     std::iter::once(0..count).collect()
 }
@@ -33,9 +33,9 @@ fn counts_digest(counts: &[usize]) -> u32 {
     digest(0, counts.iter().flat_map(|c| (*c as u64).to_le_bytes()))
 }
 
-/// What a call with these counts is, and how long its buffers must be.
+/// For each call with counts: its spec, and the checks of its counts and of the lengths of its buffers.
 impl Call<'_> {
-    /// One count for each rank, whose sum is a length.
+    /// Checks that there is one count for each rank and that their sum can be a length. Returns the sum.
     fn check_counts(&self, what: &str, counts: &[usize]) -> Result<usize, String> {
         let n = self.size();
         if counts.len() != n {
@@ -45,7 +45,7 @@ impl Call<'_> {
         sum.filter(|s| *s <= isize::MAX as usize).ok_or_else(|| format!("the {what} add up to no length"))
     }
 
-    /// A call whose counts all ranks know.
+    /// The spec of a call whose counts all ranks know, and the sum of the counts.
     fn known(&self, kind: Kind, counts: &[usize], in_place: bool) -> Result<(Spec, usize), String> {
         let total = self.check_counts("counts", counts)?;
         let (blocks, own) = (packed(counts), whole(counts[self.rank()]));
@@ -67,7 +67,7 @@ impl Call<'_> {
         Err(format!("{what} has {len} elements, expected the count of this rank ({rank}), {}", counts[rank]))
     }
 
-    /// An all_gather of an input of this length, and what all ranks get.
+    /// The spec of an all_gather of an input of `len` elements, and the length of the output.
     fn all_gathered(&self, len: usize, counts: &[usize]) -> Result<(Spec, usize), String> {
         let known = self.known(Kind::AllGather, counts, false)?;
         self.check_own("the input", len, counts)?;
@@ -82,7 +82,7 @@ impl Call<'_> {
         self.submit_in_place(kind, spec, buf)
     }
 
-    /// A reduce_scatter of an input of this length, and what this rank gets of it.
+    /// The spec of a reduce_scatter of an input of `len` elements, and the length of this rank's output.
     fn reduce_scattered(&self, len: usize, counts: &[usize]) -> Result<(Spec, usize), String> {
         let (spec, total) = self.known(Kind::ReduceScatter, counts, false)?;
         if len != total {
@@ -91,7 +91,7 @@ impl Call<'_> {
         Ok((spec, counts[self.rank()]))
     }
 
-    /// A call in which a rank knows its own counts alone. What moves between two ranks they compare, message by
+    /// The spec of a call in which each rank knows only its own counts. Sender and receiver compare the length of each
     /// message.
     fn own(kind: Kind, root: Rank, slots: [Vec<Range<usize>>; 2], in_place: bool) -> Spec {
         let [input, output] = slots;
@@ -136,7 +136,7 @@ impl Call<'_> {
         Ok((Self::own(Kind::AllToAll, 0, [packed(sends), packed(recvs)], false), into))
     }
 
-    /// Submits a call whose output must be as long as the spec says.
+    /// Submits a call whose output must have the length that comes with the spec.
     fn fit_into<I: Buf, O: Buf<Elem = I::Elem>>(
         &self,
         kind: Kind,
@@ -151,7 +151,7 @@ impl Call<'_> {
 
 collectives! {
     /// [`all_gather`](Self::all_gather) with a count for each rank, the same on all ranks: rank r's block has
-    /// `counts[r]` elements, and blocks follow each other without gaps. This rank's input has `counts[rank()]`.
+    /// `counts[r]` elements, and blocks follow each other without gaps. This rank's input has `counts[rank()]` elements.
     fn all_gather_v [I: Buf<Elem: Element>] (input: I; counts: &[usize]) -> Work<Vec<I::Elem>, I>
         = |call| call.submit_new(Kind::AllGather, call.all_gathered(input.len(), counts), input);
 
@@ -178,22 +178,22 @@ collectives! {
     fn reduce_scatter_v_in_place [B: Buf] (buf: B; counts: &[usize]) -> Work<B>
         = |call| call.known_in_place(Kind::ReduceScatter, buf, counts);
 
-    /// [`gather`](Self::gather) with a count for each rank. Each gives an input of its own length; the root gives all
-    /// `counts` (the others' are not looked at). Where a rank's length is not what the root expects, both hear of it
-    /// ([`Error::Mismatch`]).
+    /// [`gather`](Self::gather) with a count for each rank. Each rank gives an input of its own length; the root gives all
+    /// `counts` (those of other ranks are ignored). If the length of a rank's input is not the one that the root expects, both
+    /// ranks get an error ([`Error::Mismatch`]).
     fn gather_v [I: Buf<Elem: Element>] (input: I; counts: &[usize]) root(root) -> Work<Vec<I::Elem>, I>
         = |call| call.submit_new(Kind::Gather, call.gathered(input.len(), counts, root), input);
 
     /// [`gather_v`](Self::gather_v) into the root's `output`.
     fn gather_v_into [I: Buf, O: Buf<Elem = I::Elem>] (input: I, output: O; counts: &[usize]) root(root) -> Work<(I, O)>
         = |call| match call.gathered(input.len(), counts, root) {
-            // Only the root's output is written.
+            // Only the root's output is written: that of another rank may have any length.
             Ok((spec, _)) if call.rank() != root => call.submit_into(Kind::Gather, Ok(spec), input, output),
             spec => call.fit_into(Kind::Gather, spec, input, output),
         };
 
-    /// [`scatter`](Self::scatter) with a count for each rank: this rank gets `own` elements; the root gives an input
-    /// of as many as its `counts` add up to (the others' are not looked at).
+    /// [`scatter`](Self::scatter) with a count for each rank: this rank gets `own` elements; the root gives an input of as
+    /// many elements as its `counts` add up to (inputs and counts of other ranks are ignored).
     fn scatter_v [I: Buf<Elem: Element>] (input: I; counts: &[usize]) each(own: usize) root(root) -> Work<Vec<I::Elem>, I>
         = |call| {
             let spec = call.scattered(input.len(), own, counts, root);
@@ -208,7 +208,8 @@ collectives! {
         };
 
     /// [`all_to_all`](Self::all_to_all) with counts: `sends[r]` elements go to rank r, `recvs[r]` come from it, packed
-    /// in rank order on both sides. Where two ranks do not expect the same, both hear of it ([`Error::Mismatch`]).
+    /// in rank order on both sides. If one rank sends another a different number of elements than that one expects, both get
+    /// an error ([`Error::Mismatch`]).
     fn all_to_all_v [I: Buf<Elem: Element>] (input: I) counts[C](sends, recvs) -> Work<Vec<I::Elem>, I>
         = |call| call.submit_new(Kind::AllToAll, call.exchanged(input.len(), sends, recvs), input);
 

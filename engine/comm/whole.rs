@@ -1,4 +1,4 @@
-//! Libraries that take a communicator's operations whole: how its ranks come by one, and which calls go there.
+//! Libraries (such as NCCL) that take a communicator's operations whole: how the ranks open one together, and which calls it gets.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use super::SharedComm;
 use super::call::{Call, Spec, program};
-use super::runtime::Ticks;
+use super::runtime::{LOOK, Ticks};
 use crate::device::DeviceStream;
 use crate::device::carriers::WholeOp;
 #[cfg(any(test, feature = "testing"))]
@@ -20,14 +20,11 @@ use crate::exec::carrier::Carried;
 use crate::exec::{Operation, Part, PartList, Reduction};
 use crate::types::{Algo, DType, KEY_BITS, Kind, ReduceOp, WHOLE, mix};
 
-/// How often a library is asked whether it is ready.
-const LOOK: Duration = Duration::from_micros(200);
-
 impl SharedComm {
-    /// What the library has of this communicator, on this rank: made together with all other ranks. `call`: what the user called.
+    /// Opens the library for this communicator, together with all other ranks. Returns this rank's end. `call`: the user's call, for errors.
     ///
     /// # Errors
-    /// On all ranks, where it cannot be made on one of them.
+    /// On all ranks, if one of them cannot open it.
     pub(crate) async fn open_whole(
         &self,
         call: &str,
@@ -46,7 +43,7 @@ impl SharedComm {
         if let Some(idle) = idle.filter(|_| numbers.iter().all(|other| *other == number)) {
             return Ok(idle);
         }
-        // Of rank 0; all others have room for it. The last byte: whether it is there.
+        // The id of rank 0, which broadcasts it. The last byte says whether rank 0 has one.
         let mut told = vec![0; ID + 1];
         let mut failed = None;
         if rank == 0 {
@@ -64,27 +61,28 @@ impl SharedComm {
         }
         let id = told.first_chunk::<ID>().filter(|_| told.get(ID) == Some(&1));
         let id = *id.ok_or_else(|| {
-            Error::invalid(call, format!("rank 0 could not begin to make {name}; its own error says why"))
+            Error::invalid(call, format!("rank 0 could not start {name}; its own error says why"))
         })?;
-        // A rank that has failed waits for the others in the next call, for as long as that may take.
+        // A rank that fails here waits for the others in `all_of`. These wait for the library for half of the timeout at most.
         let opened = match library.open(&id, (rank, size), stream) {
             Ok(whole) => ready(&*whole, timeout / 2, self).await.map(|()| whole),
             Err(error) => Err(error),
         };
-        let opened = opened.map_err(|error| error.among(&self.handle().endpoint.config.named()));
+        let opened =
+            opened.map_err(|error| error.among(&self.handle().endpoint.config.named().recorded_in(None)));
         let whole = self.all_of(call, opened.map(Ok)).await?.map_err(|why| Error::invalid(call, why))?;
-        // 0: there is none.
+        // Never 0, which stands for "this rank keeps no idle end".
         let number = id.chunks_exact(8).fold(0, |number, word| {
             mix(number, u64::from_le_bytes(word.try_into().unwrap_or_default())).max(1)
         });
-        // Ranks that share a device launch the kernels of one operation each for itself, as if each had a device of its own.
+        // If the library lets ranks share a device, each rank has its own order of launches, as if it had a device of its own.
         let sharer = (library.sharing() == Sharing::Yes).then(|| self.handle().membership.world.rank);
         let order = device.map(|device| LaunchOrder::of(device, sharer));
         Ok(BoundWhole { whole, order, device, number })
     }
 }
 
-/// Waits until a library is made, or the communicator dies meanwhile.
+/// Waits until this rank's end of a library is made. Aborts it if it fails, takes longer than `timeout`, or the communicator dies.
 async fn ready(whole: &dyn Whole, timeout: Duration, comm: &SharedComm) -> Result<(), Error> {
     let (endpoint, runtime) = (&comm.handle().endpoint, &comm.handle().membership.world.runtime);
     let (end, mut ticks) = (runtime.now() + timeout, Ticks::new(runtime, LOOK)?);
@@ -98,7 +96,8 @@ async fn ready(whole: &dyn Whole, timeout: Duration, comm: &SharedComm) -> Resul
             break cause.clone();
         }
         if runtime.now() >= end {
-            let problem = format!("it was not ready after {timeout:?}; another rank may have failed at it");
+            let problem =
+                format!("it was not ready after {timeout:?}; another rank may have failed to open it");
             break Error::library(whole.name(), endpoint.config.rank, problem);
         }
         if let Err(error) = ticks.next().await {
@@ -110,15 +109,15 @@ async fn ready(whole: &dyn Whole, timeout: Duration, comm: &SharedComm) -> Resul
 }
 
 impl Call<'_> {
-    /// Whether a library takes this operation whole: it names no algorithm, need not be deterministic, and is of a kind that the library
-    /// takes. This follows from what all ranks of a call have in common, so they decide alike.
+    /// Whether a library takes this operation whole: if the call names no algorithm, needs no deterministic reduction, is no barrier, and the
+    /// library takes such calls. This follows from what is the same on all ranks of a call, so they decide alike.
     pub(super) fn goes_whole(&self, operation: &mut Operation, bound: &BoundWhole) -> bool {
         let Some(call) = whole_call(operation) else { return false };
         let is_free = self.is_free() && !(self.is_deterministic() && call.kind.reduces());
         is_free && operation.then.is_none() && call.kind != Kind::Barrier && bound.whole.takes(&call)
     }
 
-    /// Gets what that will need of a device's driver.
+    /// Has the library get what such an operation will need from the device's driver.
     pub(super) fn get_ready_whole(
         &self,
         operation: &mut Operation,
@@ -128,8 +127,8 @@ impl Call<'_> {
         whole_call(operation).map_or(Ok(()), |call| bound.whole.get_ready(&call, stream))
     }
 
-    /// Makes of an operation that goes whole one that meets with the other ranks over the host's links first. `device`: of one on a
-    /// device's memory.
+    /// Turns an operation that a library takes whole into a barrier over the host's links, by which the ranks meet before the library gets the
+    /// call. `device`: the operation on the device, if the memory is a device's.
     pub(super) fn made_whole(
         &self,
         mut operation: Operation,
@@ -139,7 +138,7 @@ impl Call<'_> {
         let Some(call) = whole_call(&mut operation) else { return Ok(operation.into()) };
         let mut signature = operation.signature;
         signature.kind |= WHOLE;
-        // What would have been chosen is not what happens.
+        // The library does not use the algorithm that was chosen, so the signature names none.
         signature.algo = Algo::Auto as u8 | signature.algo & KEY_BITS;
         let program = program(self.side.0, Algo::Dissemination, &Spec::of(Kind::Barrier, 0, 1, true))?;
         let token = &self.side.0.token;
@@ -158,7 +157,7 @@ impl Call<'_> {
         Ok(Carried { operation: meeting, carrier: Some(Arc::new(whole)) })
     }
 
-    /// The same for an operation on the host's memory. Only a library for tests takes those.
+    /// The same for an operation on the host's memory, if the library takes it. Only a library for tests does.
     #[cfg(any(test, feature = "testing"))]
     #[cold]
     pub(super) fn taken_whole_on_host(&self, prepared: Result<Carried, Error>) -> Result<Carried, Error> {
@@ -173,8 +172,8 @@ impl Call<'_> {
     }
 }
 
-/// Of a call in which each rank knows its own counts alone: the same messages without contents, by which every two ranks compare what is to
-/// move between them before a library moves it. `memory`: any, which is not touched.
+/// For a call in which each rank knows only its own counts: a part with the same messages, but without payload. By them every two ranks
+/// compare how much is to move between them, before a library moves it. `memory`: any address; nobody reads or writes there.
 fn compared(parts: &[Part], memory: &AtomicU64) -> Option<Part> {
     let [part] = parts else { return None };
     let stated = Some(part.tables.clone().filter(|_| part.pairwise)?);
@@ -191,7 +190,7 @@ fn compared(parts: &[Part], memory: &AtomicU64) -> Option<Part> {
     })
 }
 
-/// What was called, for a library. `None`: it is not of a form that any takes, with a function of the user's.
+/// The call, as a library gets it. `None`: no library takes it, as it reduces by a function of the user's or is no collective.
 fn whole_call(operation: &mut Operation) -> Option<WholeCall> {
     let Reduction::Op(op) = operation.reduction else { return None };
     let (kind, root) = (operation.signature.collective()?, operation.signature.root as usize);

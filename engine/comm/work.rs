@@ -15,35 +15,34 @@ use crate::mem::ErasedBufs;
 
 /// A poll drives the operation for at most this long.
 const POLL_BUDGET: Duration = Duration::from_micros(20);
-/// So many polls ask to be polled again at once, letting other tasks run in between; then the progress thread takes over. Small
-/// operations so complete on the awaiting thread, without a switch.
+/// The first so many polls ask to be polled again at once, which lets other tasks run in between; then the progress thread takes over. So
+/// small operations complete on the awaiting thread, without a switch of threads.
 const EAGER_POLLS: u32 = 10;
 
-/// How long the poll after so many others drives the operation, and whether it asks to be polled again at once.
+/// How long a poll that follows `polls` others drives the operation, and whether it asks to be polled again at once.
 pub(super) fn budget(polls: u32) -> (Duration, bool) {
     (if polls <= EAGER_POLLS { POLL_BUDGET } else { Duration::ZERO }, polls < EAGER_POLLS)
 }
 
-/// How an operation ended, and the buffers that it owned, where they can be had.
+/// How an operation ended, and its buffers unless they are kept in quarantine.
 pub(super) type Ended = Finished;
 
-/// Turns what the table held back into what the user gets.
+/// Turns an operation's outcome, and the buffers that the table held, into what the user gets.
 pub(crate) type Restore<O, F> = fn(Outcome, Option<ErasedBufs>) -> Result<O, Failed<F>>;
 
-/// An operation that was handed in, whatever types its buffers have: [`Work`] is its typed face. Dropping it lets the
-/// operation run on.
+/// A submitted operation, without the types of its buffers, which [`Work`] adds. Dropping it lets the operation run on.
 pub(super) struct Submitted(State);
 
 enum State {
     Running {
         endpoint: Arc<Endpoint>,
         key: Key,
-        /// How often the caller has polled it.
+        /// How often the caller has polled the operation.
         polls: u32,
     },
-    /// Nothing was submitted: why, and the buffers; and by whom, where that is a communicator which has died.
+    /// Nothing was submitted: the error, the buffers, and the communicator if it refused because it has died.
     Refused(Box<(Error, ErasedBufs, Option<Arc<Endpoint>>)>),
-    /// Its result was taken, or somebody else has it.
+    /// The result was taken, or another value has the operation.
     Taken,
 }
 
@@ -57,19 +56,19 @@ impl Submitted {
         Submitted(State::Refused(Box::new((error, held, None))))
     }
 
-    /// The same, by the communicator, which may have died.
+    /// The same, where it is the communicator that refuses, perhaps because it has died.
     #[cold]
     pub(super) fn refused_by(endpoint: &Arc<Endpoint>, error: Error, held: ErasedBufs) -> Submitted {
         let dead = endpoint.health.cause().map(|_| endpoint.clone());
         Submitted(State::Refused(Box::new((error, held, dead))))
     }
 
-    /// Of what somebody else has, or is not submitted yet.
+    /// For an operation that another value has, or that is not submitted yet.
     pub(super) fn elsewhere() -> Submitted {
         Submitted(State::Taken)
     }
 
-    /// Where it runs, if it does.
+    /// Its endpoint and its key there, if it was submitted and its result was not taken.
     pub(super) fn at(&self) -> Option<(&Arc<Endpoint>, Key)> {
         match &self.0 {
             State::Running { endpoint, key, .. } => Some((endpoint, *key)),
@@ -77,12 +76,12 @@ impl Submitted {
         }
     }
 
-    /// Somebody else has the operation from here on, or it has ended.
+    /// From here on another value has the operation, or its result was taken.
     pub(super) fn let_go(&mut self) {
         self.0 = State::Taken;
     }
 
-    /// What it came to, if there is nothing to wait for: it was refused, or taken before.
+    /// The outcome, if there is nothing to wait for because the operation was refused or its result was taken before.
     fn ended(&mut self) -> Option<Ended> {
         match std::mem::replace(&mut self.0, State::Taken) {
             State::Refused(refusal) => {
@@ -98,12 +97,12 @@ impl Submitted {
         }
     }
 
-    /// Why it was refused, if it was, and the buffers.
+    /// The error and the buffers, if the operation was refused.
     pub(super) fn refusal(&mut self) -> Option<Ended> {
         if let State::Refused(_) = self.0 { self.ended() } else { None }
     }
 
-    /// Blocks until it has ended, working on it meanwhile.
+    /// Blocks until the operation has ended, and drives it meanwhile.
     pub(super) fn wait(&mut self) -> Ended {
         match std::mem::replace(&mut self.0, State::Taken) {
             State::Running { endpoint, key, .. } => endpoint.wait(key),
@@ -114,10 +113,10 @@ impl Submitted {
         }
     }
 
-    /// [`wait`](Self::wait) for so long at most; `None`: it is not over.
+    /// [`wait`](Self::wait) for so long at most. `None`: the operation is not over.
     fn wait_for(&mut self, most: Duration) -> Option<Ended> {
         let State::Running { endpoint, key, .. } = &self.0 else { return Some(self.wait()) };
-        // An end that no clock reaches is none.
+        // If the sum is beyond what an `Instant` can hold, the wait has no limit.
         let ended = endpoint.wait_until(*key, Instant::now().checked_add(most))?;
         self.let_go();
         Some(ended)
@@ -172,7 +171,7 @@ impl<O, F> fmt::Debug for Work<O, F> {
 impl<O, F> Unpin for Work<O, F> {}
 
 impl<O, F> Work<O, F> {
-    /// The typed face of an operation whose buffers `restore` can give back.
+    /// Gives an operation the types of its buffers: `restore` turns them back into the user's.
     pub(super) fn new(submitted: Submitted, restore: Restore<O, F>) -> Work<O, F> {
         Work { submitted, restore }
     }
@@ -181,12 +180,12 @@ impl<O, F> Work<O, F> {
         self.restore
     }
 
-    /// Where it runs, if it does.
+    /// As [`Submitted::at`].
     pub(super) fn at(&self) -> Option<(&Arc<Endpoint>, Key)> {
         self.submitted.at()
     }
 
-    /// If it was refused: as if for this cause, where there is one.
+    /// If the operation was refused, replaces the error by `cause`, if there is one.
     pub(super) fn with_cause(mut self, cause: Option<&Error>) -> Self {
         if let (State::Refused(refusal), Some(cause)) = (&mut self.submitted.0, cause) {
             refusal.0 = cause.clone();
@@ -194,13 +193,13 @@ impl<O, F> Work<O, F> {
         self
     }
 
-    /// What the table gave back, as the user gets it. There is nothing more to wait for.
+    /// Turns what the table gave back into what the user gets. From here on there is nothing to wait for.
     pub(super) fn settle(&mut self, (result, held): Ended) -> Result<O, Failed<F>> {
         self.submitted.let_go();
         (self.restore)(result, held)
     }
 
-    /// Blocks until the operation is finished, working on it meanwhile. Ends by the operation's deadline.
+    /// Blocks until the operation is finished, and drives it meanwhile. Ends at the operation's deadline at the latest.
     ///
     /// # Errors
     /// As awaiting it.
@@ -210,10 +209,10 @@ impl<O, F> Work<O, F> {
     }
 
     /// [`wait`](Self::wait) for so long at most: then the operation goes on, and this `Work` comes back, to be waited for again, awaited or
-    /// dropped. For loops that look at something else now and then, as whether the user has interrupted them.
+    /// dropped. For loops that check something else now and then, such as whether the user has interrupted the program.
     ///
     /// # Errors
-    /// This `Work`, where the operation is not over by then; what the operation itself came to is inside the `Ok`.
+    /// This `Work`, if the operation is not over by then. The operation's own outcome, be it an error, is inside the `Ok`.
     pub fn wait_for(mut self, most: Duration) -> Result<Result<O, Failed<F>>, Work<O, F>> {
         match self.submitted.wait_for(most) {
             Some((result, held)) => Ok((self.restore)(result, held)),
@@ -221,7 +220,7 @@ impl<O, F> Work<O, F> {
         }
     }
 
-    /// Why nothing was submitted, where the call was refused: waiting for it, or awaiting it, gives this error and the buffers.
+    /// The error, if the call was refused, so that nothing was submitted. To wait for this `Work`, or to await it, gives this error and the buffers.
     pub fn refused(&self) -> Option<&Error> {
         match &self.submitted.0 {
             State::Refused(refusal) => {
@@ -232,17 +231,18 @@ impl<O, F> Work<O, F> {
         }
     }
 
-    /// Whether the operation is over: waiting for it, or awaiting it, would end at once. Works on it for a moment, and never waits.
+    /// Whether the operation is over: waiting for it, or awaiting it, would end at once. Drives it for a moment, and never waits.
     pub fn is_finished(&self) -> bool {
         self.submitted.at().is_none_or(|(endpoint, key)| forked::is_forked() || endpoint.is_finished(key))
     }
 
-    /// Whether a device runs it, so that a device's stream can wait for it, and the caller need not: see [`join`](Self::join). Not, where it is over.
+    /// Whether a device runs the operation, so that a stream can wait for it instead of the caller: see [`join`](Self::join). `false` once it is over.
     pub fn runs_on_device(&self) -> bool {
         self.submitted.at().is_some_and(|(endpoint, key)| endpoint.submitted.carrier(key).is_some())
     }
 
-    /// Whether all of an operation that a device runs is on the streams of the ranks that touch its buffers, as it is soon after all ranks have called it. Also, where it is over.
+    /// Whether all work of an operation that devices run is on the streams of the ranks that touch its buffers. It is soon after all ranks have
+    /// called the operation. `true` also once the operation is over, and for one that no device runs.
     pub fn is_enqueued(&self) -> bool {
         self.submitted.at().is_none_or(|(endpoint, key)| {
             endpoint
@@ -252,7 +252,7 @@ impl<O, F> Work<O, F> {
         })
     }
 
-    /// The caller computes now, and will not poll it for long: the progress thread goes on with it at once, and not when its nap ends.
+    /// The caller is going to compute, and will not poll for long: the progress thread goes on with the operation now, not when its nap ends.
     pub(crate) fn leave_to_progress_thread(&self) {
         if let Some((endpoint, _)) = self.submitted.at()
             && endpoint.submitted.running() > 0
@@ -261,12 +261,12 @@ impl<O, F> Work<O, F> {
         }
     }
 
-    /// Why it was refused, if it was. There is nothing more to wait for then.
+    /// What the user gets, if the operation was refused. Then there is nothing more to wait for.
     pub(super) fn refusal(&mut self) -> Option<Result<O, Failed<F>>> {
         self.submitted.refusal().map(|(result, held)| (self.restore)(result, held))
     }
 
-    /// The operation without its type, and how its result is made.
+    /// The operation without the types of its buffers, and the function that restores these.
     pub(super) fn into_parts(self) -> (Submitted, Restore<O, F>) {
         (self.submitted, self.restore)
     }
@@ -287,20 +287,20 @@ impl<O, F> Future for Work<O, F> {
 }
 
 impl<O, F: Send + 'static> Work<O, F> {
-    /// Of a call that cannot be submitted: what it was given comes back.
+    /// For a call that cannot be submitted: gives back the error and what the call was given.
     pub(super) fn unsubmitted(given: F, error: Error) -> Work<O, F> {
         Work::new(Submitted::refused(error, ErasedBufs::new(given)), given_back)
     }
 }
 
-/// A work of several that are awaited together: what it came to is kept until all are finished.
+/// One of several works that are awaited together. Its result is kept until all are finished.
 pub(super) enum Part<O, F = O> {
     Running(Work<O, F>),
     Done(Result<O, Failed<F>>),
 }
 
 impl<O, F> Part<O, F> {
-    /// Whether it is finished.
+    /// Polls the work. Returns whether it is finished.
     pub(super) fn poll(&mut self, cx: &mut Context<'_>) -> bool {
         if let Part::Running(work) = self {
             match Pin::new(work).poll(cx) {

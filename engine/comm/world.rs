@@ -49,13 +49,13 @@ use crate::trace::file_of;
 use crate::trace::log::LOG;
 use crate::types::{Map, Rank, Signature};
 
-/// From this part of the last caches on, what the ranks of a host write in a copy out of place goes past them: then it is not there
-/// when it is read again anyway. In place, where no input is in them too, from twice as much on. On 2 cores with 32 MB
-/// (`allstream perf -N 2`, ordinary stores are 1), out of place: 4 MB all_gather 0.72, broadcast 0.64, all_to_all 0.62, all_reduce
-/// 0.88; but 2 MB 2.1, 1.5, 1.9, 1.3. In place: 6 MB all_gather 0.85, broadcast 0.81; 4 MB 0.9 to 1.8.
+/// Results are written past the last-level caches if those of all ranks of a host take at least a quarter (1 / `STREAMED`) of the caches:
+/// they would be evicted before they are read. In place it takes twice as many bytes, as the caches hold no input besides. Measured on 2
+/// cores with 32 MB of cache (`allstream perf -N 2`; times relative to ordinary stores), out of place: 4 MB all_gather 0.72, broadcast 0.64,
+/// all_to_all 0.62, all_reduce 0.88; but 2 MB 2.1, 1.5, 1.9, 1.3. In place: 6 MB all_gather 0.85, broadcast 0.81; 4 MB 0.9 to 1.8.
 const STREAMED: usize = 4;
 
-/// How ranks of one world talk beside the data.
+/// How the ranks of a world send each other control messages.
 pub(crate) enum Transport {
     /// Control connections between processes (or threads that joined as if they were).
     Mesh(Weak<Mesh>),
@@ -76,8 +76,8 @@ impl Hub {
         self.worlds.lock().push(Arc::downgrade(world));
     }
 
-    /// Delivers in a task, as a mesh does: never in the sender's locks. Whatever the order in which tasks run, messages of one sender
-    /// come in the order in which they were sent.
+    /// Delivers a message in a task, as a mesh does: so never while the sender holds locks. In whatever order the tasks run, the messages
+    /// of one sender come in the order in which they were sent.
     fn deliver(self: &Arc<Self>, runtime: &dyn Runtime, to: Rank, from: Rank, message: Message) {
         let Some(world) = self.worlds.lock().get(to).and_then(Weak::upgrade) else { return };
         self.sent.lock().entry((from, to)).or_default().push_back(message);
@@ -114,7 +114,7 @@ pub(crate) struct World {
 struct Hosts {
     /// The host of each rank.
     of_ranks: Vec<u32>,
-    /// Which ranks of this host may run on cores that this one may run on: all, if they are not bound.
+    /// By rank: whether it may run on a core on which this rank may run, too. Only asked for ranks of this host.
     beside: Vec<bool>,
 }
 
@@ -123,7 +123,7 @@ pub(crate) struct Common {
     pub(crate) defaults: Defaults,
     choices: Arc<Choices>,
     memory_lock: MemoryLock,
-    /// What opens links in place of the rings: of a communicator, and this rank in it.
+    /// In tests: makes what opens a communicator's links in place of the rings.
     #[cfg(test)]
     pub(crate) opener: std::sync::OnceLock<MakeOpener>,
 }
@@ -138,18 +138,18 @@ struct Losses {
 
 /// What a communicator's links are made of.
 pub(crate) enum LinksFrom {
-    /// Rings that lie there in each member's region, not used yet.
+    /// New rings: where they begin in each member's region.
     NewRings(Vec<u64>),
-    /// Those of an idle communicator of the same members, which this one is the next generation of.
+    /// The links of an idle communicator of the same members. The new communicator is its next generation.
     IdleRuns(IdleRuns),
 }
 
-/// What makes the links of a communicator for a test.
+/// Makes what opens the links of a communicator, from its id and this rank in it.
 #[cfg(test)]
 pub(crate) type MakeOpener = Box<dyn Fn(CommId, Rank) -> Arc<dyn Opener> + Send + Sync>;
 
 impl World {
-    /// This rank has entered its process's part of the world before.
+    /// To be called once this rank is entered among the ranks of its process ([`ProcessRanks::enter`]).
     #[allow(clippy::too_many_arguments)]
     pub(crate) fn new(
         (rank, id): (Rank, [u8; 16]),
@@ -165,11 +165,11 @@ impl World {
             Transport::Hub(_) => Weak::new(),
         };
         let met = mesh.upgrade();
-        // There is a link to each rank, this one among them.
+        // `links` has an entry for each rank of the world, this one included.
         let size = links.len();
         debug_assert!(met.as_ref().is_none_or(|mesh| mesh.size() == size));
         let of_ranks = met.as_ref().map_or(vec![0; size], |mesh| mesh.hosts().to_vec());
-        // Asked once: of each process that shares memory with this one.
+        // Asked only once, and only about processes that share memory with this one.
         let beside = |rank: Rank| match links[rank].lends {
             Lends::Regions => {
                 let peer = met.as_ref().and_then(|mesh| mesh.peers()[rank].as_ref());
@@ -276,13 +276,13 @@ impl World {
         Ok(endpoint)
     }
 
-    /// What joins this rank to the others of these members.
+    /// The kinds of the links from this rank to the other members.
     pub(super) fn links_to(&self, members: &[Rank]) -> Vec<&'static LinkKind> {
         members.iter().filter(|m| **m != self.rank).map(|m| self.topology.links[*m]).collect()
     }
 
-    /// What the choice of an algorithm depends on in a group, and what the tuner's table says of it. `others`: the links to its other
-    /// members; `here`: how many members are on this host.
+    /// What the choice of an algorithm depends on in a group, and what the tuner's table says about such a group. `others`: the links to the
+    /// other members; `here`: how many members are on this host.
     fn choice(
         &self,
         others: &[&LinkKind],
@@ -301,7 +301,7 @@ impl World {
         (env, tuned)
     }
 
-    /// Knows a communicator from now on. What was heard before this one existed counts for it too, in the order heard.
+    /// Adds a communicator to those that this rank has. Messages and losses that came before also count for it, in the order in which they came.
     fn take_up(self: &Arc<Self>, comm: CommId, endpoint: &Arc<Endpoint>) {
         self.comms.insert(comm, endpoint);
         for (from, message, known) in self.comms.early(comm) {
@@ -313,7 +313,7 @@ impl World {
         left.into_iter().for_each(|peer| endpoint.peer_left(peer));
     }
 
-    /// The rings of the world's own communicator lie at the same place in every region: allocated first.
+    /// Makes the world's own communicator. Its rings lie at the same offset in every rank's region, as they are allocated first.
     pub(crate) fn world_endpoint(self: &Arc<Self>) -> Result<Arc<Endpoint>, Error> {
         let block = self.topology.region.alloc(block_bytes(self.size()))? as u64;
         self.endpoint(
@@ -344,8 +344,9 @@ impl World {
         }
     }
 
-    /// This rank closes a communicator, after so many collectives. Peers compare the last ones first: where no rank
-    /// waited for another, nothing else did, and all that disagree must find it themselves before they have closed.
+    /// Tells the members that this rank closes a communicator, after `calls` collectives. Before that it sends them its last
+    /// calls to compare: where no rank waited for another, nothing has compared these, and each rank must find out about a
+    /// disagreement before it has closed.
     pub(crate) fn closing(&self, endpoint: &Endpoint, calls: u64) {
         for (number, signature) in endpoint.submitted.last_calls() {
             self.stalled(endpoint, number, signature);
@@ -353,14 +354,14 @@ impl World {
         self.tell_members(endpoint, &Message::Closing { comm: CommId(endpoint.config.comm), calls });
     }
 
-    /// Kills a communicator that has lost a member, for the first such loss of the first `known`.
+    /// Kills a communicator that has lost a member. Only the first `known` losses count, and the first of a member is the cause.
     fn apply_losses(&self, endpoint: &Arc<Endpoint>, known: usize) {
         let first = self.losses.departed.lock().first_among(&endpoint.config.members, known);
         let Some((rank, how)) = first.filter(|_| endpoint.health.first_cause().is_none()) else { return };
         endpoint.poison(Error::lost(rank, how));
     }
 
-    /// This rank leaves: says so to ranks of the same process (a mesh says its own goodbye).
+    /// This rank leaves the world. Tells the ranks of a hub; a mesh says goodbye by itself.
     pub(crate) fn leave(&self) {
         requests::leave(self);
         self.empty_pool();
@@ -437,12 +438,12 @@ impl Events for World {
             let known = self.losses.departed.lock().count();
             self.comms.keep_early(from, message.clone(), known);
         }
-        // Looked for after it was put aside: should the communicator be made meanwhile, one of the two sees it.
+        // Looked up after the message was kept: if the communicator is made meanwhile, it is found here, or `take_up` finds the message.
         let Some(endpoint) = self.comms.find(comm) else { return };
         let Some(peer) = endpoint.config.members.iter().position(|m| *m == from) else { return };
         match message {
             Message::Abort { cause, .. } => {
-                // A member says that this rank itself is lost: it agrees to nothing any more, with nobody. What a lost rank says does not count.
+                // A member says that this rank itself is lost: from here on this rank takes part in no agreement. A lost rank's word does not count.
                 if let Error::PeerLost { rank, how, .. } = cause
                     && endpoint.config.members.get(rank) == Some(&self.rank)
                     && !self.losses.departed.lock().is_lost(from)
@@ -479,7 +480,7 @@ impl Events for World {
 
     fn lost(&self, rank: Rank, how: Lost) {
         self.agree_lost(rank, how);
-        // Put down first: a communicator that is being made either is found here, or finds it there.
+        // The loss is noted first: a communicator that is being made is found by the loop, or finds the loss in `take_up`.
         if self.losses.departed.lock().lose(rank, how) {
             for endpoint in self.comms.all() {
                 self.apply_losses(&endpoint, usize::MAX);
@@ -491,7 +492,7 @@ impl Events for World {
     fn goodbye(&self, rank: Rank, cause: Option<Error>) {
         self.member_gone(rank);
         self.agree_goodbye(rank, &cause);
-        // The groups in which the lost rank was have failed by now; to the others, this one has left.
+        // First the groups of which the lost rank is a member fail. To all other groups, `rank` has left.
         if let Some(Error::PeerLost { rank: dead, how, .. }) = cause {
             self.lost(dead, how);
         }

@@ -1,9 +1,9 @@
-//! Allocations of other libraries in which memory is lent to ranks in other processes.
+//! Allocations of other libraries from which memory is lent to ranks in other processes.
 //!
-//! A block of the pool is not given back to the driver while other processes may have it open. An allocation of another library's is
-//! its owner's: as soon as no buffer lies in it any more, the owner may free it, and the driver may give the same address to the next
-//! allocation. So the driver's number of the allocation (`CU_POINTER_ATTRIBUTE_BUFFER_ID`), which never comes again, is asked for at
-//! every call (`share.rs`), and peers know the allocation by a number of ours, which never comes again either.
+//! A block of the pool is not given back to the driver while other processes may have it open. But another library's allocation belongs
+//! to its owner: as soon as no buffer lies in it any more, the owner may free it, and the driver may give the same address to the next
+//! allocation. So each call asks for the driver's number of the allocation (`CU_POINTER_ATTRIBUTE_BUFFER_ID`; `share.rs`), and peers know
+//! the allocation by a number of ours. Neither number is ever used again.
 
 use std::collections::BTreeMap;
 
@@ -13,7 +13,7 @@ struct Allocation {
     bytes: u64,
     /// The driver's number of it.
     id: u64,
-    /// Ours.
+    /// Our number of it, by which peers know it.
     number: u64,
     handle: [u8; 64],
 }
@@ -23,14 +23,14 @@ struct Allocation {
 pub(super) struct Allocations(BTreeMap<u64, Allocation>);
 
 impl Allocations {
-    /// The allocation that has so many bytes from this address on.
+    /// The allocation that holds all `bytes` bytes from the address `at` on, and where it begins.
     fn holding(&self, at: u64, bytes: u64) -> Option<(u64, &Allocation)> {
         let (base, allocation) = self.0.range(..=at).next_back()?;
         let end = (at - base).checked_add(bytes)?;
         (end <= allocation.bytes).then_some((*base, allocation))
     }
 
-    /// The name of memory in one of them.
+    /// What other processes are told of memory that lies in one of the allocations.
     pub(super) fn name(&self, at: u64, bytes: u64) -> Option<Exported> {
         let (base, &Allocation { bytes, number, handle, .. }) = self.holding(at, bytes)?;
         Some(Exported { number, offset: at - base, handle, base, bytes })
@@ -77,7 +77,7 @@ mod tests {
             (second.offset, second.handle, second.base, second.bytes),
             (0x10, [2; 64], 0x3000, 0x1000)
         );
-        // The same address again; then one that lies over the end of one and the beginning of the other.
+        // The same address again; then an allocation over the end of the first and the beginning of the second.
         all.put((0x1000, 0x1000), 3, [3; 64]);
         assert!(!all.has(0x1000, 16, 1));
         let again = all.name(0x1000, 16).unwrap();

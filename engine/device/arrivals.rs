@@ -1,8 +1,8 @@
-//! [`Arrivals`]: operations that one launch folds for all ranks of a communicator, and what each rank brings to the next of them.
+//! [`Arrivals`]: which operations one launch folds for all ranks of a communicator, and what each rank brings to the next of these.
 //!
-//! Each rank arrives by a command, before it lends anything to its peers. The last one has what all have brought, and puts the launch on the stream within that same
-//! command. A rank arrives at the next such operation only when it has seen what all peers lend for this one. So the launch is on the stream when any rank
-//! has seen all loans, and no two ranks put such launches there at a time.
+//! Each rank arrives by a command, before it lends anything to its peers. The last rank to arrive gets what all have brought, and puts the launch
+//! on the stream within the same command. A rank arrives at the next such operation only when it has seen what all peers lend for this one. So when
+//! any rank has seen all loans, the launch is on the stream, and no two ranks put such launches there at the same time.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -11,23 +11,23 @@ use parking_lot::Mutex;
 use super::stream::DeviceEvent;
 use crate::types::{Rank, Signature};
 
-/// Some words are written by operations of some kinds only. After so many numbers without them the next operation writes all, so that no word is
-/// ever half a circle behind.
+/// Some words are written only by operations of some kinds. When so many operations in a row have not written all words, the next one does: so no
+/// word ever falls behind by half of the range of its 32-bit numbers, which are compared as numbers on a circle.
 pub(crate) const REFRESH: u64 = 1 << 28;
 
-/// Called when the launch is on the stream, behind which that has this event, if somebody but the ranks puts work there.
+/// Called when the launch is on the stream. If others than the ranks put work there, too, it gets the event behind the launch.
 pub(crate) type IsPut = Box<dyn FnOnce(Option<&DeviceEvent>) + Send>;
 
 /// What a rank brings to an operation that one launch folds for all ranks.
 pub(crate) struct Arrival {
     pub(crate) rank: Rank,
-    /// Which of the communicator's collectives the rank takes it for.
+    /// The operation's number among the communicator's collectives, as this rank counts them.
     pub(crate) number: u64,
     pub(crate) signature: Signature,
-    /// Addresses of the device: of what is folded, and of where the result goes.
+    /// Addresses of the device: of this rank's input, and of where its result goes.
     pub(crate) input: u64,
     pub(crate) output: u64,
-    /// Behind what the rank's own stream writes to the input first.
+    /// The event behind what the rank's own stream writes to the input first, if it writes there.
     pub(crate) own_work: Option<DeviceEvent>,
     pub(crate) is_put: IsPut,
 }
@@ -35,15 +35,16 @@ pub(crate) struct Arrival {
 /// See the module.
 #[derive(Default)]
 pub(crate) struct Arrivals {
-    /// Of ranks that have arrived at an operation at which others have not.
+    /// The ranks that have arrived at an operation at which others have not arrived yet.
     here: Mutex<Vec<Arrival>>,
-    /// The last operation that was not to be folded for all at once.
+    /// The last operation that one launch was not to fold for all ranks.
     apart: AtomicU64,
 }
 
 impl Arrivals {
-    /// An operation is submitted, and operations are so in the order of their numbers. Whether one launch folds it for all ranks, where that may be:
-    /// now and then each rank's stream works for one, so that all words are written again. All ranks submit the same, and decide alike.
+    /// Called when an operation is submitted, in the order of the numbers. Returns whether one launch folds it for all ranks. Where this is possible
+    /// (`may_be`), now and then each rank's stream runs an operation all the same, so that all words are written again. All ranks submit the same
+    /// operations, so they decide alike.
     pub(crate) fn is_for_all(&self, number: u64, may_be: bool) -> bool {
         let is_for_all = may_be && number.wrapping_sub(self.apart.load(Ordering::Relaxed)) < REFRESH;
         if !is_for_all {
@@ -52,8 +53,8 @@ impl Arrivals {
         is_for_all
     }
 
-    /// A rank arrives. If it is the last of so many, and all have called the same: what all have brought, by rank. If they have not, nothing is to be
-    /// launched, and what the ranks find on their links tells them what they disagree on.
+    /// A rank arrives. If it is the last of `size` ranks, and all have called the same, returns what all have brought, by rank. If they have not called
+    /// the same, nothing is launched: the ranks find out about it when they compare signatures on their links.
     pub(crate) fn arrives(&self, arrival: Arrival, size: usize) -> Option<Vec<Arrival>> {
         let mut here = self.here.lock();
         here.push(arrival);

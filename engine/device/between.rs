@@ -18,9 +18,9 @@ type Pair<T> = (DeviceBuf<T>, DeviceBuf<T>);
 impl<T: Element> DeviceBuf<T> {
     /// Copies another buffer of the same length into this one. It may be on another device.
     ///
-    /// The copy is put on this buffer's stream, which first waits for what the other's stream holds now. Both come back
-    /// once it is done: the one that was copied first, then this one. Devices that do not reach each other's memory copy all
-    /// the same; the driver then goes through the host's.
+    /// The copy is put on this buffer's stream, which first waits for what the other's stream holds now. Both buffers come
+    /// back once it is done: first the source, then this one. It also works between devices that do not reach each other's
+    /// memory: the driver then copies through the host's memory.
     ///
     /// ```
     /// use allstream::cuda::{Device, DeviceBuf, DeviceStream};
@@ -35,7 +35,7 @@ impl<T: Element> DeviceBuf<T> {
     ///
     /// # Errors
     /// [`Failed`] with both: [`Error::Invalid`], the lengths differ, or one of the streams is being captured into a
-    /// graph; [`Error::Cuda`].
+    /// graph; [`Error::Cuda`]; the cause for which a collective has failed, if the source's contents come from it.
     pub fn copy_from(self, from: DeviceBuf<T>) -> Transfer<(DeviceBuf<T>, DeviceBuf<T>)> {
         if from.len() != self.len() {
             let problem = format!("the source has {} elements, the target {}", from.len(), self.len());
@@ -54,15 +54,16 @@ impl<T: Element> DeviceBuf<T> {
         }
     }
 
-    /// A copy of this buffer, on a stream of this device or of another one. The buffer itself comes back before it.
+    /// Copies this buffer into a new one, on a stream of this device or of another one. Gives back this buffer, then the copy.
     ///
-    /// As [`copy_from`](Self::copy_from), into memory that is new.
+    /// As [`copy_from`](Self::copy_from), but into new memory.
     ///
     /// # Errors
     /// [`Failed`] with the buffer: [`Error::Invalid`], one of the streams is being captured into a graph;
-    /// [`Error::Cuda`], among them that there is no such memory.
+    /// [`Error::Cuda`], also if there is no memory for the copy; the cause for which a collective has failed, as there.
     pub fn copy_to(self, stream: &DeviceStream) -> Transfer<(DeviceBuf<T>, DeviceBuf<T>), DeviceBuf<T>> {
-        let made = self.check().and_then(|()| DeviceBuf::raw(stream, self.len()));
+        let fit = self.check().and_then(|()| refused_in_capture(stream, DOING));
+        let made = fit.and_then(|()| DeviceBuf::raw(stream, self.len()));
         match made.and_then(|to| line_up(&self, stream).map(|()| to)) {
             Ok(to) => Transfer::start(stream, (self, to), DOING, put, |result, held| {
                 let from = |failed: Failed<Pair<T>>| failed.buf.map(|(from, _)| from);
@@ -81,13 +82,13 @@ fn line_up<T: Element>(from: &DeviceBuf<T>, stream: &DeviceStream) -> Result<(),
     if from.stream() == stream || from.is_empty() {
         return Ok(());
     }
-    // An event of a stream that is captured is a node of its graph: waiting for it would draw ours in.
+    // An event of a stream that is being captured belongs to the graph: a stream that waits for it is captured from then on, too.
     refused_in_capture(from.stream(), DOING)?;
     refused_in_capture(stream, DOING)?;
     stream.wait_event(&from.stream().point()?)
 }
 
-/// Puts the copy on the target's stream. Lengths are equal, and what is to come first does.
+/// Puts the copy on the target's stream, which waits for the source's already. The lengths are equal.
 fn put<T: Element>(cuda: &Cuda, (from, to): &mut Pair<T>) -> Result<(), CudaError> {
     let (target, source, bytes) = (to.as_ptr(), from.as_ptr(), to.bytes());
     let raw = to.stream().0.raw();

@@ -1,4 +1,4 @@
-//! The blocks of memory that the pool of a device has, and which parts of them are free. `pool.rs` has how pieces are got and given back.
+//! The blocks of memory that the pool of a device has, and which parts of them are free. `pool.rs` gets pieces of them and gives blocks back.
 //!
 //! A block is one `cuMemAlloc`: memory of the driver's own pools has no legacy IPC handle, and ignores peer access
 //! (`cuCtxEnablePeerAccess`). A piece that is freed while its streams still work is *pending*: each stream's work is
@@ -12,8 +12,8 @@ use allstream_sys::cuda::{CuEvent, CuIpcMemHandle, CuStream, Cuda, CudaError};
 
 use super::handle::{Entered, Handle, is_not_yet, sleep_until};
 
-/// Pieces start at multiples of this, as those of `cuMemAlloc` do (256 bytes at least): wide loads and rows of kernels
-/// are aligned.
+/// Pieces start at multiples of this, so that wide loads and rows of kernels are aligned. (`cuMemAlloc` itself aligns to 256
+/// bytes at least.)
 pub(super) const ALIGN: u64 = 512;
 /// A piece of a block. Not `Clone`: whoever has it owns the memory.
 #[derive(Debug, PartialEq)]
@@ -29,15 +29,15 @@ pub(super) type Mark = (u64, CuEvent);
 pub(super) struct Pending {
     piece: Piece,
     after: Vec<Mark>,
-    /// Its place among all that were freed so.
+    /// Its place among all pieces that were freed with marks.
     number: u64,
 }
 
 pub(super) struct Block {
     pub(super) bytes: u64,
-    /// Address and length of what is free, never two neighbours.
+    /// Address and length of each free range. No two of them touch.
     free: BTreeMap<u64, u64>,
-    /// No other block of this process ever has it: addresses and handles of the driver come again.
+    /// No other block of this process ever has this number, while the driver uses addresses and handles again.
     number: u64,
     /// What other processes open it by.
     handle: Option<CuIpcMemHandle>,
@@ -66,7 +66,7 @@ pub(super) fn new_number() -> u64 {
 /// Where memory is, for other processes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Exported {
-    /// Of the block, or of another library's allocation, and where in it.
+    /// The number of the block, or of another library's allocation, and where in it the memory begins.
     pub(crate) number: u64,
     pub(crate) offset: u64,
     /// What the driver opens the block by.
@@ -131,7 +131,7 @@ impl Pool {
         block.free.insert(at, bytes);
     }
 
-    /// Takes a piece that was given out. It is free once all marks are reached.
+    /// Takes back a piece that was given out. It is free once all marks are reached.
     pub(super) fn free(&mut self, piece: Piece, after: Vec<Mark>) {
         self.used -= piece.bytes;
         if after.is_empty() {
@@ -142,7 +142,7 @@ impl Pool {
         }
     }
 
-    /// Whether streams have still to leave what had been freed when so many had been.
+    /// Whether streams still use some of the first `freed` pieces that were freed with marks.
     pub(super) fn is_pending(&self, handle: &Handle, freed: u64) -> Result<bool, CudaError> {
         let old = self.pending.iter().filter(|pending| pending.number <= freed);
         for (_, event) in old.flat_map(|pending| &pending.after) {
@@ -162,7 +162,7 @@ impl Pool {
         self.lost += piece.bytes;
     }
 
-    /// Frees what streams are done with. An event that cannot be asked has not been reached.
+    /// Frees the pieces that streams are done with. An event counts as not reached if the driver gives an error.
     fn reap(&mut self, handle: &Handle) {
         for mut pending in std::mem::take(&mut self.pending) {
             pending.after.retain(|(_, event)| {
@@ -181,8 +181,8 @@ impl Pool {
         }
     }
 
-    /// The first part of a pending piece that is large enough and that `suits`, and the marks to wait for. The rest
-    /// stays pending, so the marks are only lent.
+    /// The index of a pending piece that is large enough and whose marks are such that `suits` is true, and copies of these
+    /// marks. The events stay the piece's own: the part that is not cut off stays pending.
     fn early(&mut self, bytes: u64, suits: impl Fn(&[Mark]) -> bool) -> Option<(usize, Vec<Mark>)> {
         let index = self.pending.iter().position(|p| p.piece.bytes >= bytes && suits(&p.after))?;
         Some((index, self.pending[index].after.clone()))
@@ -207,19 +207,19 @@ impl Pool {
         Some(piece)
     }
 
-    /// A piece for use on the stream of this number, from its next work on, for which nothing is waited for.
+    /// A piece that the stream with this number may use from its next work on, without a wait.
     pub(super) fn ready(&mut self, handle: &Handle, stream: u64, bytes: u64) -> Option<Piece> {
         self.reap(handle);
         if let Some(piece) = self.take(bytes) {
             return Some(piece);
         }
-        // What follows on the only stream that has used it comes after that use.
+        // If this is the only stream that has used a pending piece, its next work comes after that use anyway.
         let (index, _) = self.early(bytes, |after| after.iter().all(|(id, _)| *id == stream))?;
         self.used += bytes;
         Some(self.cut(handle, index, bytes))
     }
 
-    /// A piece that other streams will have left: this one waits for them, not the caller.
+    /// A piece that streams still use: this stream is made to wait for them, the caller does not wait.
     pub(super) fn left(
         &mut self,
         handle: &Handle,
@@ -261,7 +261,7 @@ impl Pool {
         Ok(Some(Exported { number: block.number, offset, handle: handle.0, base, bytes }))
     }
 
-    /// Takes out the blocks of which nothing is used, here or in other processes.
+    /// Takes out the blocks of which nobody uses a part, in this process or another.
     pub(super) fn unused(&mut self, handle: &Handle) -> Vec<(u64, Block)> {
         self.reap(handle);
         let all = self.blocks.iter_mut();
@@ -279,8 +279,8 @@ impl Pool {
                 .unwrap_or_else(report);
         }
         for at in std::mem::take(&mut self.blocks).into_keys() {
-            // SAFETY: an address that `more` got; the streams that used the block are done (above), or will never be.
-            // `cuMemFree` itself waits for the device besides.
+            // SAFETY: an address that `more` got. The streams that used the block are done, as was waited for above. Where such a
+            // wait has failed, `cuMemFree` itself still waits for the device.
             unsafe { cuda.mem_free(at) }.unwrap_or_else(report);
         }
     }

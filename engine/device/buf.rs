@@ -14,22 +14,22 @@ use super::devices::Device;
 use super::driver::warn;
 use super::slices::{Direction, Route};
 use super::stream::{DeviceEvent, DeviceStream};
-use super::transfer::{Settle, Transfer};
+use super::transfer::{Settle, Transfer, refused_in_capture};
 use super::waiter::{self, Outcome};
 use crate::error::{Error, Failed};
 use crate::mem::any::{Make, make};
 use crate::mem::{AnyBuf, Buf, DeviceMemory, Fate, HostMemory, Location, Where, check_bools};
 use crate::types::{DType, Element};
 
-/// Memory on a CUDA device: `len` elements, initialised, owned alone, and in the order of one stream.
+/// Memory on a CUDA device: `len` elements, initialised, that this buffer alone owns and that are used in the order of one stream.
 ///
 /// - *Order.* What is done with a buffer is put on its [`stream`](Self::stream), one thing after another, and so is work
 ///   of other libraries on [`as_ptr`](Self::as_ptr); [`on`](Self::on) moves it to another stream.
 /// - *Dropping* it blocks nobody: the memory goes back to the device's pool once the stream has come to this point.
-/// - *Failure.* A buffer that was handed on before its collective was over ([`Ordered::in_order`](crate::Ordered::in_order))
-///   and holds nothing meant, because that has failed, is refused with the cause: by copies from it and by collectives.
-///   A copy into it makes it good again.
-/// - [`split`](Self::split) cuts it into buffers that are in flight by themselves; [`join`](Self::join) puts them
+/// - *Failure.* A buffer can be handed on before its collective is over ([`Ordered::in_order`](crate::Ordered::in_order)).
+///   If that collective fails, the contents are invalid: copies from the buffer and collectives refuse it with the cause,
+///   until a copy into it has written it anew.
+/// - [`split`](Self::split) cuts it into buffers, each of which can be in flight by itself; [`join`](Self::join) puts them
 ///   together again.
 ///
 /// ```
@@ -44,9 +44,9 @@ use crate::types::{DType, Element};
 /// ```
 ///
 /// Collectives and messages take it as they take a `Vec`. They start after what its stream holds when they are called. On a
-/// communicator that is bound to devices they run there ([`Comm::bind_device`](crate::Comm::bind_device)); on others they are
-/// staged through pinned memory of the host's, where what has come goes on while the rest is copied:
-/// `docs/adr/0015-devices.md`.
+/// communicator that is bound to devices, the devices or NCCL run what they can
+/// ([`Comm::bind_device`](crate::Comm::bind_device)). All else is staged through pinned host memory, in parts: a part that has
+/// come goes on while the rest is copied (`docs/adr/0015-devices.md`).
 ///
 /// ```
 /// # async fn reduce(mut comm: allstream::Comm, grads: allstream::cuda::DeviceBuf<f32>) -> Result<(), allstream::Error> {
@@ -56,17 +56,17 @@ use crate::types::{DType, Element};
 /// ```
 pub struct DeviceBuf<T: Element> {
     pub(super) memory: Arc<Memory>,
-    /// Of the memory's elements.
+    /// Which of the memory's elements it has.
     pub(super) range: Range<usize>,
     stream: DeviceStream,
     /// What its contents depend on.
     fate: Arc<Fate>,
-    /// Whether this buffer, when it goes, marks how far its stream has used the memory. Not when others took its place.
+    /// Whether the drop of this buffer marks how far its stream has used the memory. Not if other buffers have taken its place.
     marks: bool,
     _elements: PhantomData<T>,
 }
 
-/// Memory that one buffer or several share out among them.
+/// Memory of one buffer, or of several of which each has a part.
 pub(super) struct Memory {
     pub(super) context: Arc<Context>,
     pub(super) address: u64,
@@ -77,7 +77,7 @@ pub(super) struct Memory {
     last: Mutex<Last>,
 }
 
-/// What is to be done when the last buffer goes.
+/// What the drop of the last buffer needs.
 struct Last {
     source: Source,
     /// How far each stream has used the memory through buffers that are gone.
@@ -91,7 +91,7 @@ pub(super) enum Source {
     /// There is none.
     Empty,
     Pool(Piece),
-    /// Someone else's, with what owns it.
+    /// Of another library, with what owns it.
     Foreign(Box<dyn Send>),
 }
 
@@ -116,7 +116,7 @@ impl Drop for Memory {
             (Source::Pool(piece), false) => return self.context.pool.lock().free(piece, marks),
             (Source::Foreign(owner), true) => std::mem::forget(owner),
             (Source::Foreign(owner), false) => {
-                // Dropped once every stream is done with it: each watch has a share of it.
+                // The owner is dropped once every stream is done with the memory: each watch has a share of the owner.
                 let owner = Arc::new(Mutex::new(owner));
                 for (_, event) in marks {
                     let share = owner.clone();
@@ -140,9 +140,14 @@ impl<T: Element> Drop for DeviceBuf<T> {
             return;
         }
         let context = &self.memory.context;
+        // A graph that its stream is captured into may use the memory each time it is launched, and nobody tells when for the last time.
+        if self.stream.is_captured().unwrap_or(false) {
+            self.memory.last.lock().lost = true;
+            return self.fate.hold(self.memory.clone());
+        }
         match context.enter().and_then(|entered| self.stream.mark(&entered)) {
             Ok(event) => self.memory.mark(self.stream.0.id, event),
-            // No mark can be put there, so wait; and where that fails too, never use the memory again.
+            // The stream cannot be marked, so it is waited for. If that fails, too, the memory is never used again.
             Err(_) if self.stream.synchronize().is_ok() => {}
             Err(error) => {
                 warn(context.ordinal, "device memory is lost", &error);
@@ -170,12 +175,12 @@ impl<T: Element> DeviceBuf<T> {
         DeviceBuf { memory, range: 0..len, stream, fate, marks, _elements: PhantomData }
     }
 
-    /// Memory from the pool, with whatever is in it. Before anyone sees it, it is filled.
+    /// Memory from the pool, with whatever is in it. The caller fills it before anyone sees it.
     pub(crate) fn raw(stream: &DeviceStream, len: usize) -> Result<DeviceBuf<T>, Error> {
         let context = &stream.0.context;
         let Some(bytes) = len.checked_mul(size_of::<T>()).filter(|bytes| *bytes <= isize::MAX as usize)
         else {
-            return Err(Error::invalid("DeviceBuf", format!("{len} elements are more than any memory has")));
+            return Err(Error::invalid("DeviceBuf", format!("{len} elements are too many for a buffer")));
         };
         if bytes == 0 {
             return Ok(DeviceBuf::of(Source::Empty, 0, len, stream));
@@ -189,8 +194,13 @@ impl<T: Element> DeviceBuf<T> {
     /// `len` elements of zero, on a stream.
     ///
     /// # Errors
-    /// [`Error::Cuda`]: there is no such memory, or the driver refuses to fill it.
+    /// [`Error::Cuda`]: there is no such memory, or the driver refuses to fill it. [`Error::Invalid`]: the stream is being captured into a graph.
     pub fn zeroed(stream: &DeviceStream, len: usize) -> Result<DeviceBuf<T>, Error> {
+        stream.refuse_capture(
+            "DeviceBuf::zeroed",
+            "the stream is being captured into a graph, which fills the memory only when it is launched: make the buffer before or after the \
+             capture, or on another stream",
+        )?;
         let buf = DeviceBuf::raw(stream, len)?;
         // SAFETY: so many bytes of the pool's, which `buf` has alone and keeps in this stream's order.
         unsafe { stream.zero(buf.address(), buf.bytes()) }?;
@@ -203,13 +213,15 @@ impl<T: Element> DeviceBuf<T> {
     /// speed of the bus; other memory is copied once more on the way, through pinned slices of 8 MB in all.
     ///
     /// # Errors
-    /// [`Failed`] with the host buffer: [`Error::Cuda`], among them that there is no such memory.
+    /// [`Failed`] with the host buffer: [`Error::Invalid`], it cannot be used as it is, or the stream is being captured into a
+    /// graph; [`Error::Cuda`], also if the device has no memory for the copy.
     pub fn from_host<H: HostMemory<Elem = T>>(
         stream: &DeviceStream,
         host: H,
     ) -> Transfer<(H, DeviceBuf<T>), H> {
         let unfit = host.unfit().map_or(Ok(()), |why| Err(Error::invalid("from_host", why)));
-        let buf = match unfit.and_then(|()| DeviceBuf::raw(stream, host.len())) {
+        let fit = unfit.and_then(|()| refused_in_capture(stream, "from_host"));
+        let buf = match fit.and_then(|()| DeviceBuf::raw(stream, host.len())) {
             Ok(buf) => buf,
             Err(error) => return Transfer::ended(Err(Failed { buf: Some(host), error })),
         };
@@ -238,9 +250,9 @@ impl<T: Element> DeviceBuf<T> {
     /// Copies this buffer into a host buffer of the same length, on its stream.
     ///
     /// # Errors
-    /// [`Failed`] with both: [`Error::Invalid`], the lengths differ, or what is there is to be a `bool` and is neither 0 nor 1 (on
-    /// the host it is `false` then); [`Error::Cuda`]; the cause for which a collective failed that this buffer's contents come
-    /// from.
+    /// [`Failed`] with both: [`Error::Invalid`], the lengths differ, or a value that is to be a `bool` is neither 0 nor 1 (on the
+    /// host it is `false` then); [`Error::Cuda`]; the cause for which a collective has failed, if this buffer's contents come from
+    /// it.
     pub fn to_host<H: HostMemory<Elem = T>>(self, mut host: H) -> Transfer<(DeviceBuf<T>, H)> {
         if let Some(error) = self.differs("to_host", &host) {
             return Transfer::ended(Err(Failed { buf: Some((self, host)), error }));
@@ -252,7 +264,7 @@ impl<T: Element> DeviceBuf<T> {
         route.start(&stream, (self, host), settle_on_host)
     }
 
-    /// Why nothing can be copied between this buffer and that.
+    /// Why nothing can be copied between this buffer and `host`.
     fn differs<H: HostMemory<Elem = T>>(&self, call: &str, host: &H) -> Option<Error> {
         if let Some(why) = host.unfit() {
             return Some(Error::invalid(call, why));
@@ -264,7 +276,7 @@ impl<T: Element> DeviceBuf<T> {
         })
     }
 
-    /// A copy between this buffer and one of the host's that is as long.
+    /// Describes a copy between this buffer and a host buffer of the same length.
     fn route<H: HostMemory<Elem = T>>(&self, direction: Direction, host: &mut H) -> Route {
         let (device, host, is_pinned) = (self.address(), host.ptr_mut().cast(), host.is_pinned());
         Route { direction, device, host, bytes: self.bytes(), is_pinned }
@@ -290,8 +302,8 @@ impl<T: Element> DeviceBuf<T> {
 
     /// The device's address (a `CUdeviceptr`) of the first element, for kernels and other libraries.
     ///
-    /// Work on it is put on [`stream`](Self::stream), leaves values of the element type, and stays within the buffer;
-    /// whoever launches it answers for that. The host must not follow it.
+    /// Work on this memory must be put on [`stream`](Self::stream), leave values of the element type, and stay within the
+    /// buffer: whoever launches it is responsible for that. The host must not read or write at this address.
     pub fn as_ptr(&self) -> u64 {
         self.address()
     }
@@ -325,14 +337,14 @@ impl<T: Element> DeviceBuf<T> {
         if !Arc::ptr_eq(&stream.0.context, &self.memory.context) {
             let (from, to) = (self.memory.context.ordinal, stream.0.context.ordinal);
             let problem = format!(
-                "the buffer is on device {from}, the stream of device {to}, or both of another opening"
+                "the buffer is on device {from}, the stream of device {to} (or the device was closed and opened again between the two)"
             );
             return Err(Error::invalid("on", problem));
         }
         if self.stream == *stream { Ok(()) } else { stream.wait_event(&self.stream.point()?) }
     }
 
-    /// Another buffer of the same memory, in the same order. Whoever asks sees to it that no element is in two.
+    /// Another buffer of the same memory, in the order of the same stream. The caller sees to it that no element is in two buffers.
     pub(super) fn sibling(&self, range: Range<usize>) -> DeviceBuf<T> {
         let fate = Fate::default();
         fate.depend_like(&self.fate);
@@ -350,17 +362,17 @@ impl<T: Element> DeviceBuf<T> {
         self.with_fate(self.range.clone(), self.fate.clone())
     }
 
-    /// Its contents depend on all that these depend on, too.
+    /// From here on the contents also depend on all that the contents of `others` depend on.
     pub(super) fn depend_like(&self, others: &[DeviceBuf<T>]) {
         others.iter().for_each(|other| self.fate.depend_like(&other.fate));
     }
 
-    /// Why its contents mean nothing.
+    /// An error if the contents are invalid: the cause for which a collective has failed that was to write them.
     pub(super) fn check(&self) -> Result<(), Error> {
         self.fate.check()
     }
 
-    /// All of it is written anew.
+    /// All of it was written anew: its contents do not depend on earlier operations any more.
     pub(super) fn overwritten(&mut self) {
         self.fate = Arc::new(self.fate.written_anew());
     }
@@ -369,13 +381,13 @@ impl<T: Element> DeviceBuf<T> {
         self.stream = stream.clone();
     }
 
-    /// Goes without a mark: siblings took its place, or nobody is to wait for it (in tests).
+    /// Drops it without a mark: siblings have taken its place, its stream is known to be done with it (`Workspace`), or no wait is wanted (in tests).
     pub(crate) fn replaced(mut self) {
         self.marks = false;
     }
 }
 
-/// A host buffer, and the device's that gets its values.
+/// A host buffer, and the device buffer that gets its values.
 type Upload<H, T> = (H, DeviceBuf<T>);
 
 /// Copies to the device, in the order of the buffer's stream. Their lengths are equal.
@@ -394,10 +406,10 @@ pub(super) fn settle<K>(result: Result<(), Error>, held: Option<K>) -> Result<K,
     }
 }
 
-/// A device buffer, and what gets its values.
+/// A device buffer, and the buffer that gets its values.
 type Download<T, H> = (DeviceBuf<T>, H);
 
-/// Of a copy from a device buffer. Its stream has come past what the buffer depends on.
+/// The outcome of a copy from a device buffer. The stream has passed what the contents depend on, so a failure of that is known by now.
 pub(super) fn settle_from<T: Element, H>(
     result: Result<(), Error>,
     held: Option<Download<T, H>>,
@@ -409,7 +421,7 @@ pub(super) fn settle_from<T: Element, H>(
     }
 }
 
-/// The same where the values come to the host. Of bools they are looked at first, also after a failure: some may have come.
+/// The same for a copy to the host. Bools are checked before anyone uses them, also after a failure, when some may have come.
 fn settle_on_host<T: Element, H: HostMemory<Elem = T>>(
     result: Result<(), Error>,
     held: Option<Download<T, H>>,
@@ -421,7 +433,8 @@ fn settle_on_host<T: Element, H: HostMemory<Elem = T>>(
     };
     if T::DTYPE == DType::Bool
         && let Some(host) = host
-        // SAFETY: `host` has as many bytes as bools, alone, and no copy to it is under way: it would not be held here.
+        // SAFETY: `host` owns its memory alone and has `count` bools there, of one byte each. No copy to it is under way: if one might be,
+        // the buffers would not have come back (`held` would be `None`).
         && let Some(problem) = unsafe { check_bools(host.ptr_mut().cast(), host.count()) }
     {
         let problem = format!("{problem}: a kernel has written it on the device, or another rank");
@@ -436,8 +449,8 @@ pub(super) fn lost(result: Result<(), Error>) -> Error {
     result.err().unwrap_or_else(|| Error::system("finish a copy", "its buffers are gone (a bug)"))
 }
 
-// SAFETY: the memory is the buffer's alone (`memory`, `range`) and does not move with it; the stream is the one in whose
-// order it is. Foreign owners promise the same (`from_foreign`).
+// SAFETY: the memory is the buffer's alone (`memory`, `range`) and stays in place when the buffer moves; it is in the order of
+// the stream that `location` names. Foreign owners promise the same (`from_foreign`).
 unsafe impl<T: Element> Buf for DeviceBuf<T> {
     type Elem = T;
     fn len(&self) -> usize {

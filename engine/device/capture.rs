@@ -1,23 +1,23 @@
-//! Captures of streams into graphs, elsewhere in the process.
+//! Keeps our calls from breaking captures of streams into graphs, elsewhere in the process.
 //!
-//! While one thread captures in the mode *global* (PyTorch's), calls that the driver holds to be unsafe are refused in all
-//! threads, and break that capture: to ask for an event, to allocate, to load a kernel. What is called here is of no stream
-//! that is captured (those are refused), so the threads that call are *relaxed* meanwhile
-//! (`cuThreadExchangeStreamCaptureMode`): nothing is refused, and nothing broken.
+//! While one thread captures in the mode *global*, as PyTorch does, the driver refuses calls that it holds to be unsafe (to
+//! ask for an event, to allocate, to load a kernel) on all threads, and such a call breaks the capture. Our calls are not
+//! part of what is captured, as copies and operations on a captured stream are refused. So a thread of ours is *relaxed* during
+//! its calls (`cuThreadExchangeStreamCaptureMode`): then nothing is refused, and nothing is broken.
 
 use std::marker::PhantomData;
 
 use allstream_sys::cuda::{CU_STREAM_CAPTURE_MODE_RELAXED, CuResult, Cuda};
 
-/// As long as this is there, this thread's calls break no capture. Then the thread is as it was.
+/// As long as this is there, this thread's calls break no capture. Its drop gives the thread its former mode back.
 pub(super) struct Relaxed {
-    /// What the thread was, where that is to come back.
+    /// The thread's former mode, if it is to be given back.
     before: Option<(&'static Cuda, u32)>,
-    /// The thread's.
+    /// Keeps this value on its thread.
     _here: PhantomData<*const ()>,
 }
 
-/// Relaxes this thread. A driver that cannot has captures in one thread only (before CUDA 10.1).
+/// Relaxes this thread. A driver that cannot do so is older than CUDA 10.1: there a capture concerns its own thread only.
 pub(super) fn relaxed(cuda: &'static Cuda) -> Relaxed {
     let mut mode = CU_STREAM_CAPTURE_MODE_RELAXED;
     // SAFETY: the driver reads and writes the mode within the call.
@@ -32,10 +32,10 @@ impl Drop for Relaxed {
         let Some((cuda, mut mode)) = self.before else { return };
         // SAFETY: as in `relaxed`, on the same thread.
         if let Err(error) = unsafe { cuda.thread_exchange_stream_capture_mode(&raw mut mode) }
-            // (Where the process ends there is nothing to say.)
+            // (When the process ends and the driver is gone, no mode is left to give back.)
             && error.code != CuResult::DEINITIALIZED
         {
-            tracing::warn!("{error}; this thread stays relaxed about captures");
+            tracing::warn!("the thread's mode of stream capture could not be set back: {error}");
         }
     }
 }

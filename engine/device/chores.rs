@@ -1,8 +1,9 @@
 //! A thread of the process that gives things back to the driver.
 //!
 //! The driver may wait for all that is on the device before it takes memory back (`cuMemFree`, `cuMemFreeHost`,
-//! `cuMemHostUnregister`, `cuIpcCloseMemHandle`). Who drops the last handle of something may be a thread that others wait for:
-//! the one that sees work end, or one that runs a communicator. This one nobody waits for, and it holds nothing.
+//! `cuMemHostUnregister`, `cuIpcCloseMemHandle`). The thread that drops the last handle of something may be one that others wait for:
+//! the one that sees device work end, or one that drives a communicator. So such calls are left to this thread. It holds no lock
+//! during a call, and others wait for it only with a time limit.
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -15,30 +16,30 @@ use crate::forked;
 
 type Job = Box<dyn FnOnce() + Send>;
 
-/// Things that are on their way back.
+/// How many jobs are due and not done yet: things on their way back to the driver.
 static PENDING: AtomicUsize = AtomicUsize::new(0);
 
-/// Threads of ours, jobs of theirs, and events that are watched, that have still to ask something of the driver.
+/// How many of our threads, of their jobs and of the events that are watched may still call the driver.
 static BUSY: AtomicUsize = AtomicUsize::new(0);
 
-/// Communicators that are bound to a device, or have a communicator of a library's, and are not gone yet: a thread of ours drops them some
-/// time after they were closed, and asks the driver for much by that.
+/// How many communicators exist that are bound to a device or own a communicator of a library. One of our threads drops each some time after
+/// it was closed, and makes many calls of the driver as it does so.
 static OPEN: AtomicUsize = AtomicUsize::new(0);
 
-/// Threads that wait in [`settle`]. As long as there is one, nothing is put off: a communicator that was closed a moment before gives its
-/// memory back only now, and the wait would go on until that memory has been kept for its time.
+/// How many threads wait in [`settle`], or at the process's end. As long as there is one, no job waits for its time: a communicator that was closed
+/// a moment before gives its pinned memory back only now, and the wait would otherwise last until that memory had been kept for a second.
 static SETTLING: AtomicUsize = AtomicUsize::new(0);
 
-/// As long as this is there, [`settle`] waits. What causes something else to be done has one until that has its own.
+/// As long as one of these exists, [`settle`] waits. A job that starts another job keeps its own until the other job has one.
 pub(crate) struct Busy(&'static AtomicUsize);
 
 impl Busy {
-    /// Of something that is about to end.
+    /// For work that is about to end.
     pub(crate) fn new() -> Busy {
         Busy::counted(&BUSY)
     }
 
-    /// Of a communicator, as long as it is there.
+    /// For a communicator, which keeps the result as long as it exists.
     pub(crate) fn while_open() -> Busy {
         Busy::counted(&OPEN)
     }
@@ -55,22 +56,22 @@ impl Drop for Busy {
     }
 }
 
-/// What that thread is told.
+/// What the thread is told to do.
 enum Order {
-    /// To do this, not before a time.
+    /// Do this job, not before this time.
     Do(Instant, Job),
-    /// To put off nothing of what it was told before.
+    /// Do all jobs that it was told before, without waiting for their times.
     Hurry,
 }
 
 static THREAD: OnceLock<Option<Sender<Order>>> = OnceLock::new();
 
-/// Drops it on that thread; here, where the system has no thread to give.
+/// Drops `thing` on that thread; on this one if the system could not start that thread.
 pub(crate) fn drop_later(thing: impl Any + Send) {
     later(Duration::ZERO, move || drop(thing));
 }
 
-/// Does something on that thread, not before so much time is over; now and here, where the system has no thread to give.
+/// Does `job` on that thread once `after` is over, or earlier if somebody [settles](settle). If the system could not start that thread: here and now.
 pub(super) fn later(after: Duration, job: impl FnOnce() + Send + 'static) {
     let thread = THREAD.get_or_init(|| {
         let (sender, orders) = channel();
@@ -81,7 +82,7 @@ pub(super) fn later(after: Duration, job: impl FnOnce() + Send + 'static) {
     PENDING.fetch_add(usize::from(is_due), Ordering::Relaxed);
     let busy = Busy::new();
     let job: Job = Box::new(move || {
-        // What is dropped may be somebody else's, and so is a log: the next job is done all the same.
+        // The job may run code of a user's or of another library's (a drop, a logger). If that panics, the next job is done all the same.
         let _ = catch_unwind(AssertUnwindSafe(job));
         PENDING.fetch_sub(usize::from(is_due), Ordering::Relaxed);
         drop(busy);
@@ -95,16 +96,17 @@ pub(super) fn later(after: Duration, job: impl FnOnce() + Send + 'static) {
     }
 }
 
-/// Waits until no thread of allstream's has anything left to ask of the CUDA driver: communicators that were bound to devices are gone, what
-/// was dropped is given back, and what is watched is over. `false`: it was not so after this time.
+/// Waits until no thread of allstream has calls of the CUDA driver left to make: communicators that were bound to devices are gone, what
+/// was dropped is given back, and all events that are watched are over. Returns `false` if that is not so after `patience`.
 ///
-/// To be called when all communicators are closed and all operations awaited, by who wants to be sure before the process ends: a driver is gone as soon as
-/// the process has begun to end (`exit`, or the end of `main`), while other threads still run, and a library that then asks it may crash, as NCCL does. The
-/// process itself waits in the same way when it ends: a fifth of a second where communicators are open, two seconds where they are about to end.
+/// Call it before the process ends, when all communicators are closed and all operations awaited. The driver is gone as soon as the process begins
+/// to end (`exit`, or the end of `main`), while other threads still run, and a library that calls it then may crash, as NCCL does. The process itself
+/// waits in the same way when it ends, but not as long: 0.2 s where communicators are open, and up to 2 s more for work that is about to end.
 ///
 /// Memory that is kept for the next operations stays with its device, and is no reason to wait.
 pub fn settle(patience: Duration) -> bool {
-    wait(patience, || BUSY.load(Ordering::Acquire) + OPEN.load(Ordering::Acquire) == 0)
+    // In this order: what ends goes from those that are open to those that are busy.
+    wait(patience, || OPEN.load(Ordering::Acquire) + BUSY.load(Ordering::Acquire) == 0)
 }
 
 fn wait(patience: Duration, is_over: impl Fn() -> bool) -> bool {
@@ -123,8 +125,8 @@ fn wait(patience: Duration, is_over: impl Fn() -> bool) -> bool {
     true
 }
 
-/// From now on the process, when it ends, first lets threads of ours end what they ask of the driver. What the system calls at the end it calls
-/// in the reverse order: to be called when a library that tears something down at the end, as the driver and NCCL do, has been used.
+/// From now on the process, when it ends, first waits for the calls of the driver that our threads make. The system calls exit functions in the
+/// reverse order of their registration. So call this after the first use of a library that registers its own, as the driver and NCCL do.
 pub(crate) fn end_before_libraries() {
     unsafe extern "C" {
         safe fn atexit(function: extern "C" fn()) -> std::ffi::c_int;
@@ -137,7 +139,7 @@ pub(crate) fn end_before_libraries() {
 }
 
 extern "C" fn at_exit() {
-    /// Who has left communicators open does not mean to wait for them.
+    /// A program that leaves communicators open does not expect to wait for them.
     const OF_OPEN: Duration = Duration::from_millis(200);
     const OF_ENDING: Duration = Duration::from_secs(2);
     if !forked::is_forked() && !settle(OF_OPEN) {
@@ -145,8 +147,8 @@ extern "C" fn at_exit() {
     }
 }
 
-/// Waits until all is given back that was to be given back before, but not for longer than this. Whether there was anything, and it
-/// is given back now.
+/// Waits until everything is given back that was due to be given back before this call, but not for longer than `patience`. Returns
+/// whether there was anything and all of it is given back now.
 pub(super) fn give_back(patience: Duration) -> bool {
     if PENDING.load(Ordering::Relaxed) == 0 {
         return false;
@@ -171,7 +173,7 @@ fn work(orders: &Receiver<Order>) {
             None => orders.recv().map_err(RecvTimeoutError::from),
         };
         match order {
-            // Who settles counts itself before it sends `Hurry`: what comes behind that order finds the count.
+            // A thread that settles raises `SETTLING` before it sends `Hurry`, so a job that comes behind that order finds it raised.
             Ok(Order::Do(at, job)) => {
                 waiting.push((if SETTLING.load(Ordering::Acquire) > 0 { Instant::now() } else { at }, job))
             }

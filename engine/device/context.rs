@@ -22,12 +22,12 @@ use super::modules::Kernels;
 use super::pinned_cache::{PinnedCache, unpin};
 use crate::error::Error;
 
-/// How long pinned memory that is on its way back to the driver is waited for, where some is missing.
+/// When the driver has no more memory to pin: how long to wait for pinned memory that is on its way back to the driver.
 const SETTLE: Duration = Duration::from_secs(1);
 
-/// So many streams wait for events on the host's behalf at a time; further events are asked now and then instead.
+/// At most so many streams of a device wait for events on the host's behalf at a time; for further events the host asks the driver now and then.
 const NOTIFIERS: usize = 16;
-/// So many of a device that collectives run on, all made when the first is bound.
+/// So many of these streams are made when the first communicator is bound to the device; from then on no more are made.
 const AHEAD: usize = 4;
 
 #[derive(Default)]
@@ -36,20 +36,20 @@ struct Notifiers {
     made: usize,
 }
 
-/// A device's handle, and what is kept for all that is on the device. Each of these is a type that knows no context; what is done with
-/// them is in the files above (`pool.rs`, `launch.rs`, `queues.rs`).
+/// A device's handle, and what all streams, events and memory of the device share. The fields' types do not know `Context`, except those of
+/// `lines.rs`; the code that uses them is in files that import this one (`pool.rs`, `launch.rs`, `queues.rs`).
 pub(super) struct Context {
     handle: Handle,
     pub(super) pool: Mutex<Pool>,
     /// Other libraries' memory that other processes read where it lies.
     pub(super) allocations: Mutex<Allocations>,
-    /// Of who asks the driver for memory of the pool, or gives it some back.
+    /// Held by the thread that gets memory for the pool from the driver, or gives some back.
     pub(super) growing: Mutex<()>,
     notifiers: Mutex<Notifiers>,
     copies: Mutex<Option<Way>>,
     /// The streams that collectives run on, and what may hold them up.
     pub(super) ways: Mutex<Ways>,
-    /// The streams that callers have made, or named.
+    /// The streams that callers have made, or have passed in.
     pub(super) callers: Mutex<Vec<Weak<Line>>>,
     /// Pinned memory of the host's that nobody uses.
     pub(super) pinned: Mutex<PinnedCache>,
@@ -80,10 +80,10 @@ impl Context {
         })
     }
 
-    /// A stream on which nothing is but what nobody waits for any more, if there is one to be had: none while a stream waits
-    /// for what may not be on a stream yet, as the event to wait for may be behind that (`queues.rs`).
+    /// A stream that is to wait for an event on the host's behalf, if one can be had. None can while a stream waits for work that may
+    /// not be on a stream yet: the event may be behind that work, and the result would then hold up other streams (`queues.rs`).
     pub(super) fn notifier(&self, entered: &Entered<'_>) -> Option<CuStream> {
-        // Whoever has them is about to make a stream wait.
+        // Whoever holds this lock is about to make a stream wait.
         if !self.ways.try_lock().is_some_and(|mut ways| ways.is_quiet()) {
             return None;
         }
@@ -91,13 +91,13 @@ impl Context {
         idle.or_else(|| self.make_notifier(entered))
     }
 
-    /// Makes the streams that are otherwise made when they are first needed: that may wait for what is on the device, and
-    /// who needs one may hold what this waits for. What cannot be made is done without.
+    /// Makes now the streams that would otherwise be made when they are first needed. Making one may wait for all work on the device,
+    /// and that work may wait for the thread that needs the stream. Streams that cannot be made are done without.
     pub(super) fn make_streams(&self, entered: &Entered<'_>) {
         let all: Vec<_> = std::iter::from_fn(|| self.make_notifier(entered)).take(AHEAD).collect();
         let mut notifiers = self.notifiers.lock();
         notifiers.idle.extend(all);
-        // None is made later.
+        // `make_notifier` then makes no more.
         notifiers.made = NOTIFIERS;
         drop(notifiers);
         let _ = self.copies(entered);
@@ -119,7 +119,7 @@ impl Context {
         stream.ok()
     }
 
-    /// The stream of copies that wait for nothing. As long as this is held no other takes its place.
+    /// The stream for copies that wait for nothing, made when it is first asked for. As long as the result is held, no other stream takes its place.
     pub(super) fn copies(&self, entered: &Entered<'_>) -> Result<MappedMutexGuard<'_, CuStream>, CudaError> {
         let copies = self.copies.lock();
         let way = copies.map_or_else(|| Way::make(self, entered, |_, _| 0), Ok)?;
@@ -130,7 +130,8 @@ impl Context {
         *self.copies.lock()
     }
 
-    /// Copies go on with another stream, behind all that is on this one. The one that was left, which is the caller's.
+    /// Lets copies go on with the stream `next`, behind all that is on their present one. Returns the stream that they leave, which is then the
+    /// caller's to keep or destroy. If copies have no stream yet, returns `next`.
     pub(super) fn copies_go_on_with(&self, entered: &Entered<'_>, next: Way) -> Result<Way, CudaError> {
         let mut copies = self.copies.lock();
         let Some(way) = &mut *copies else { return Ok(next) };
@@ -138,31 +139,31 @@ impl Context {
         Ok(std::mem::replace(way, next))
     }
 
-    /// Blocks until all that was put there is done.
+    /// Blocks until all copies that were put on that stream are done.
     pub(super) fn synchronize_copies(&self) -> Result<(), Error> {
         let Some(Way { raw: stream, .. }) = self.copies_way() else { return Ok(()) };
         self.call("wait for copies", |cuda| {
-            // SAFETY: it is destroyed with `self`.
+            // SAFETY: the stream is destroyed only with `self`, also if copies have gone on with another one.
             unsafe { cuda.stream_synchronize(stream) }
         })
     }
 
-    /// Pins so much of the host's memory, for what is said.
+    /// Pins `bytes` bytes of host memory. `what` says, for the error, what they are for.
     pub(super) fn pin(&self, bytes: usize, what: &str) -> Result<*mut c_void, Error> {
         let pin = || {
             self.call(&format!("pin {bytes} bytes of host memory{what}"), |cuda| {
                 // For all devices, and with an address for them: streams write words there (`signal.rs`).
                 let flags = CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP;
-                // SAFETY: in a context; whoever gets it frees it.
+                // SAFETY: a context is current (`call`); whoever gets the memory frees it.
                 unsafe { cuda.mem_host_alloc(bytes, flags) }
             })
         };
-        // What is kept for others, or on its way back, may be what is missing.
+        // If the memory that is kept for later, or is on its way back, goes to the driver, there may be enough.
         pin().or_else(|error| if self.unpin_idle() { pin() } else { Err(error) })
     }
 
-    /// Gives pinned memory that nobody uses back to the driver, and waits a while for what is on its way back; whether there was
-    /// any.
+    /// Gives pinned memory that nobody uses back to the driver, and waits a while for what is on its way back. Returns whether there
+    /// was any.
     pub(super) fn unpin_idle(&self) -> bool {
         let idle = self.pinned.lock().take_all();
         let any = !idle.is_empty();
@@ -177,8 +178,11 @@ impl Context {
         blocks.into_iter().for_each(|block| unpin(self.cuda, block, &report));
     }
 
-    pub(super) fn give_back(&self, notifier: CuStream) {
-        self.notifiers.lock().idle.push(notifier);
+    /// `is_free`: the work that it waited for is over. If not, it is taken again only when there is no other.
+    pub(super) fn give_back(&self, notifier: CuStream, is_free: bool) {
+        let idle = &mut self.notifiers.lock().idle;
+        let last = if is_free { idle.len() } else { 0 };
+        idle.insert(last, notifier);
     }
 }
 
@@ -196,7 +200,7 @@ impl Drop for Context {
                 self.ways.lock().close(self.cuda, &report);
                 let idle = std::mem::take(&mut self.notifiers.lock().idle);
                 for stream in idle.into_iter().chain(copies) {
-                    // SAFETY: made by `notifier` and `copies`; the driver lets what is on it finish.
+                    // SAFETY: made by `make_notifier` or `Way::make`, and nobody else has it; the driver lets what is on it finish.
                     unsafe { self.cuda.stream_destroy(stream) }.unwrap_or_else(report);
                 }
             }

@@ -15,9 +15,9 @@ const DOING: &str = "copy another library's memory on its device";
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct DeviceCopies {
-    /// How many, of all calls so far.
+    /// How many such buffers the calls so far have had.
     pub buffers: u64,
-    /// Their lengths together.
+    /// The sum of their lengths, in bytes.
     pub bytes: u64,
     /// Why the last of them could not be read where it was, and what to do where copies are not wanted.
     pub why: String,
@@ -28,14 +28,14 @@ pub(crate) struct Copied {
     theirs: u64,
     ours: u64,
     bytes: usize,
-    /// Whether the operation reads what the buffer holds, or leaves some of it; and whether it writes there.
+    /// `fill`: whether the operation reads the buffer, or leaves some of its values as they are. `back`: whether it writes to the buffer.
     fill: bool,
     back: bool,
     memory: Workspace,
 }
 
 impl Copied {
-    /// Memory for a copy, on the rank's stream.
+    /// Gets memory for the copy of a buffer, for use in the order of the rank's stream.
     ///
     /// # Errors
     /// There is no such memory.
@@ -51,31 +51,31 @@ impl Copied {
         Ok(Copied { theirs, ours, bytes, fill, back, memory })
     }
 
-    /// Where the operation finds it.
+    /// The address of the copy, which the operation uses in place of the buffer's.
     pub(crate) fn address(&self) -> u64 {
         self.ours
     }
 
-    /// A command: the stream, on which the memory is, has come behind what the buffer's stream held.
+    /// A command: copies the buffer, if that is needed. The rank's stream already waits for what the buffer's stream held at the call.
     pub(super) fn fill(&self, stream: &DeviceStream) -> Result<(), Error> {
         if self.fill { self.copy(stream, self.theirs, self.ours) } else { Ok(()) }
     }
 
-    /// A command: all of the operation is on the stream.
+    /// A command: copies the results back, if there are any. The rest of the operation is on the stream by now.
     pub(super) fn put_back(&self, stream: &DeviceStream) -> Result<(), Error> {
         if self.back { self.copy(stream, self.ours, self.theirs) } else { Ok(()) }
     }
 
-    /// The stream has come to the end of the operation.
+    /// The stream has come to the end of the operation, so nobody touches the copy any more.
     pub(super) fn mark_past(&self) {
         self.memory.mark_past();
     }
 
     fn copy(&self, stream: &DeviceStream, from: u64, to: u64) -> Result<(), Error> {
         stream.0.context.call(DOING, |cuda| {
-            // SAFETY: both have so many bytes: the one is the workspace's, the other the buffer's, which the in-flight table owns until the
-            // stream has passed the operation's end. The stream waits for what the buffer's stream held at the call, and that one for the
-            // operation's end.
+            // SAFETY: both memories have `bytes` bytes. One is the workspace's; the other is the buffer's, which the in-flight table owns until
+            // the stream has passed the operation's end. This stream waits for what the buffer's stream held at the call. Whoever uses the buffer
+            // afterwards, the host or a stream that joins the operation, waits for the operation's end.
             unsafe { cuda.memcpy_dtod_async(to, from, self.bytes, *stream.0.raw()) }
         })
     }

@@ -1,4 +1,4 @@
-//! Memory of the `cudarc` crate's in collectives.
+//! Memory of the `cudarc` crate as buffers of collectives and messages.
 
 use std::ffi::c_void;
 use std::fmt;
@@ -19,8 +19,8 @@ const CALL: &str = "CudarcBuf::new";
 
 /// A `cudarc::driver::CudaSlice` as a buffer: every collective and message takes it, and gives it back.
 ///
-/// [`new`](Self::new) takes the slice, [`into_inner`](Self::into_inner) gives it back. In between what is done with it is in
-/// the order of the slice's own stream, which cudarc frees it on, too.
+/// [`new`](Self::new) takes the slice, [`into_inner`](Self::into_inner) gives it back. In between, all work on the slice is in
+/// the order of its own stream. cudarc frees the slice on that stream, too.
 ///
 /// ```
 /// use allstream::cuda::CudarcBuf;
@@ -33,13 +33,13 @@ const CALL: &str = "CudarcBuf::new";
 /// # let _ = reduce;
 /// ```
 ///
-/// *Order with other streams* is cudarc's: what it knows of the slice's use on them comes first, and what it does there with
-/// the slice afterwards comes after ours. cudarc knows of the last use on another stream for reading and the last one for
-/// writing, and of none made while `disable_event_tracking` holds: what it would not wait for itself is not waited for here.
+/// *Order with other streams* is left to cudarc. The uses of the slice on other streams that cudarc knows of come before ours, and
+/// what cudarc does with the slice afterwards comes after ours. cudarc knows of the last read and the last write on another stream,
+/// but of none that was made while `disable_event_tracking` held. What cudarc itself would not wait for is not waited for here.
 ///
-/// *Building.* cudarc binds to one version of CUDA: the one of its features, of `nvcc`, or of `CUDARC_CUDA_VERSION` (`13000`);
-/// without any of them, the newest that it knows. It opens `libcuda.so` by that name: where
-/// `ALLSTREAM_CUDA_LIBRARY` names another driver, slices are refused.
+/// *Building.* cudarc is built for one version of CUDA: that of its cargo features, of `nvcc`, or of `CUDARC_CUDA_VERSION` (such as
+/// `13000`); without any of these, the newest that it knows. It opens the file `libcuda.so`: if `ALLSTREAM_CUDA_LIBRARY` names
+/// another driver, slices are refused.
 pub struct CudarcBuf<T: Element> {
     slice: CudaSlice<T>,
     stream: DeviceStream,
@@ -47,13 +47,13 @@ pub struct CudarcBuf<T: Element> {
 }
 
 impl<T: Element> CudarcBuf<T> {
-    /// Takes a slice. No host thread waits: its stream does, for the slice's uses on others.
+    /// Takes a slice. No thread of the host waits; the slice's stream waits for the slice's uses on other streams.
     ///
     /// # Errors
-    /// [`Failed`] with the slice (always `Some`): [`Error::Invalid`], the slice is on the per-thread default stream (give it
-    /// one of `CudaContext::new_stream`), is not in the primary context of its device (the one of `CudaContext::new`), or
-    /// not of a device that the driver knows it on; [`Error::Unavailable`] and [`Error::Cuda`], also one that cudarc had kept
-    /// for its next call.
+    /// [`Failed`] with the slice (always `Some`). [`Error::Invalid`]: the slice is on the per-thread default stream (give it a stream
+    /// of `CudaContext::new_stream`), is not in the primary context of its device (that of `CudaContext::new`), or the driver says
+    /// that its memory is not on that device. [`Error::Unavailable`]: there is no driver. [`Error::Cuda`]: the driver refuses, or
+    /// cudarc had kept an error of an earlier call.
     pub fn new(mut slice: CudaSlice<T>) -> Result<CudarcBuf<T>, Failed<CudaSlice<T>>> {
         match enter(&mut slice) {
             Ok((stream, address)) => Ok(CudarcBuf { slice, stream, address }),
@@ -61,33 +61,33 @@ impl<T: Element> CudarcBuf<T> {
         }
     }
 
-    /// The slice's stream, in whose order the buffer is.
+    /// The slice's stream, in whose order the buffer is used.
     pub fn stream(&self) -> &DeviceStream {
         &self.stream
     }
 
-    /// The slice. Work that cudarc puts on any of its streams comes after ours.
+    /// Gives the slice back. What cudarc does with it from now on, on any of its streams, comes after our work.
     pub fn into_inner(mut self) -> CudaSlice<T> {
         let stream = self.slice.stream().clone();
-        // For cudarc it was written to just now. An error is kept by cudarc, for its next call.
+        // This makes cudarc record a write to the slice now, for which its other streams will wait. cudarc keeps an error for its next call.
         drop(self.slice.device_ptr_mut(&stream));
         self.slice
     }
 
-    /// As a [`DeviceBuf`], which has copies and can be split. The slice is dropped after it, in the order of its stream.
+    /// Turns it into a [`DeviceBuf`], which can be copied and split. The slice is dropped after that buffer, in the order of its stream.
     ///
     /// # Errors
     /// As [`new`](Self::new).
     pub fn into_device_buf(self) -> Result<DeviceBuf<T>, Failed<CudaSlice<T>>> {
         let CudarcBuf { slice, stream, address } = self;
         let memory = ForeignMemory { pointer: address, len: slice.len(), dtype: T::DTYPE };
-        // SAFETY: the slice has this memory alone until it is dropped, and holds values; its uses on other streams come
-        // before what is put on its stream next (`enter`).
+        // SAFETY: until the slice is dropped nobody else has this memory, and it holds values of type `T`. The slice's uses on other
+        // streams come before what is put on its stream next (`enter`).
         unsafe { DeviceBuf::from_foreign(memory, &stream, slice) }
     }
 }
 
-/// The slice's stream as ours, and its address.
+/// Returns the slice's stream as a stream of ours, and the slice's address.
 fn enter<T: Element>(slice: &mut CudaSlice<T>) -> Result<(DeviceStream, u64), Error> {
     let refuse = |problem: String| Err(Error::invalid(CALL, problem));
     let stream = slice.stream().clone();
@@ -109,7 +109,7 @@ fn enter<T: Element>(slice: &mut CudaSlice<T>) -> Result<(DeviceStream, u64), Er
         ));
     }
     let len = slice.len();
-    // Its stream waits for what cudarc knows of others.
+    // This makes the slice's stream wait for the uses on other streams that cudarc knows of.
     let (address, ordered) = slice.device_ptr_mut(&stream);
     drop(ordered);
     if let Err(error) = stream.context().check_err() {
@@ -124,7 +124,7 @@ fn enter<T: Element>(slice: &mut CudaSlice<T>) -> Result<(DeviceStream, u64), Er
             members: Members::default(),
         });
     }
-    // SAFETY: a stream of the primary context (above); it exists as long as cudarc's handle.
+    // SAFETY: a stream of the primary context (checked above); it exists as long as cudarc's handle, which is passed along.
     let ours = unsafe { DeviceStream::from_raw_of(&device, raw, Arc::clone(&stream)) }?;
     check::<T>(CALL, ForeignMemory { pointer: address, len, dtype: T::DTYPE }, &ours)?;
     Ok((ours, address))
@@ -149,9 +149,9 @@ impl<T: Element> From<CudarcBuf<T>> for CudaSlice<T> {
     }
 }
 
-// SAFETY: the slice owns its memory alone (its views borrow it), which does not move with it and holds values of its type:
-// what cudarc gives otherwise is unsafe there. Its uses on other streams come before what is put on its stream (`enter`);
-// cudarc frees it on that stream, and waits for that stream before it uses it on another (`into_inner`).
+// SAFETY: the slice alone owns its memory (its views borrow the slice). The memory stays in place when the slice moves, and holds values
+// of type `T`: only `unsafe` functions of cudarc make other slices. The slice's uses on other streams come before what is put on its
+// stream (`enter`). cudarc frees the memory on that stream, and waits for it before it uses the memory on another one (`into_inner`).
 unsafe impl<T: Element> Buf for CudarcBuf<T> {
     type Elem = T;
     fn len(&self) -> usize {

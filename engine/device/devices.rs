@@ -10,8 +10,8 @@ use crate::error::Error;
 
 /// A CUDA device of this process, by its primary context: the one that the CUDA runtime and other libraries share.
 ///
-/// Handles are cheap to clone, and all of one device are of the same pool of memory. The context is released with the
-/// last of them and of everything on the device: streams, events, buffers.
+/// Handles are cheap to clone, and all handles of a device share one pool of memory. The context is released when the last
+/// handle is gone, and everything on the device: streams, events, buffers.
 ///
 /// ```
 /// use allstream::{Error, cuda::Device};
@@ -40,11 +40,11 @@ impl PartialEq for Device {
 impl Eq for Device {}
 
 impl Device {
-    /// The device with this number, as `CUDA_VISIBLE_DEVICES` has them.
+    /// The device with this number. `CUDA_VISIBLE_DEVICES` says which devices the process sees, and so their numbers.
     ///
     /// # Errors
-    /// [`Error::Unavailable`]: there is no driver, or it does not work. [`Error::Invalid`]: there is no such device.
-    /// [`Error::Cuda`]: the driver does not give its context.
+    /// [`Error::Unavailable`]: there is no driver, or it does not work. [`Error::Invalid`]: there is no such device, or
+    /// `ALLSTREAM_MAX_CTAS` is not a positive number. [`Error::Cuda`]: the driver does not give the device's context.
     pub fn new(ordinal: usize) -> Result<Device, Error> {
         static OPEN: Mutex<Vec<(usize, Weak<Context>)>> = Mutex::new(Vec::new());
         let mut open = OPEN.lock();
@@ -73,7 +73,7 @@ impl Device {
         self.0.uuid
     }
 
-    /// Bytes that are free on the device, and all that it has, for all processes together.
+    /// How many bytes of the device's memory no process uses, and how many bytes the device has in all.
     ///
     /// # Errors
     /// [`Error::Cuda`].

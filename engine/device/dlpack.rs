@@ -8,14 +8,15 @@ use crate::mem::dlpack::{CALL, DL_CUDA, DeviceName, Tensor};
 use crate::types::Element;
 
 impl Tensor {
-    /// As a device buffer, in the order of `stream`: the one that the producer was told, or that it has put its work on.
+    /// Turns the tensor into a device buffer in the order of `stream`: of the stream that the producer was told of, or has put its work on.
     ///
-    /// The deleter is called when the buffer is gone and the stream has come to that point, on another thread.
+    /// The deleter is called when the buffer is gone and the stream has come to the point of that drop, as a rule on another thread.
     ///
     /// # Errors
-    /// [`Failed`] with the tensor: [`Error::Invalid`], it is not on the device of the stream (`kDLCUDA`, and the device's
-    /// number), or the driver does not know its address as one of that device; otherwise as [`into_host`](Self::into_host);
-    /// [`Error::Cuda`].
+    /// [`Failed`] with the tensor. [`Error::Invalid`]: the tensor is not on the device of the stream (`kDLCUDA`, and the device's
+    /// number); the driver does not know its address as one of that device; or [`into_host`](Self::into_host) would refuse it, too,
+    /// for another reason than its device.
+    /// [`Error::Cuda`]: the driver does not answer the question.
     pub fn into_device<T: Element>(self, stream: &DeviceStream) -> Result<DeviceBuf<T>, Failed<Tensor>> {
         let ordinal = stream.device().ordinal();
         let device = self.device();
@@ -29,7 +30,7 @@ impl Tensor {
         match found {
             Ok((len, pointer)) => {
                 let memory = ForeignMemory { pointer, len, dtype: T::DTYPE };
-                // SAFETY: whoever made the tensor promised what is asked here, for this stream.
+                // SAFETY: whoever made the tensor (`from_versioned`, `from_legacy`) promised what `from_foreign` asks for, on this stream.
                 let made = unsafe { DeviceBuf::from_foreign(memory, stream, self) };
                 made.map_err(|failed| match failed.error {
                     Error::Invalid { problem, .. } => {

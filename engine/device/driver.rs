@@ -1,4 +1,4 @@
-//! The CUDA driver: found, asked for what is of no device, and what it says as errors.
+//! The CUDA driver: finds it, asks it what concerns no single device, and turns its errors into ours.
 
 use allstream_sys::Unavailable;
 use allstream_sys::cuda::{CuDevice, CuResult, Cuda, CudaError, LIBRARY_VARIABLE};
@@ -61,7 +61,7 @@ pub(super) fn cuda() -> Result<&'static Cuda, Error> {
     })
 }
 
-/// What the driver said, for a person.
+/// Turns an error of the driver into one of ours, with advice for people. `device`: its number. `doing`: what was tried.
 pub(super) fn told(device: usize, doing: &str, error: CudaError) -> Error {
     let advice = match error.code {
         CuResult::OUT_OF_MEMORY if error.call == "cuMemHostAlloc" => {
@@ -106,21 +106,21 @@ pub(super) fn told(device: usize, doing: &str, error: CudaError) -> Error {
     }
 }
 
-/// Whether nothing will run any more on a device of this process, as the driver has just said, and no communicator has heard of it yet.
+/// Whether the error is fresh from the driver (no communicator has passed it on yet), and says that a device runs nothing more in this process.
 pub(crate) fn is_loss(error: &Error) -> bool {
     matches!(error, Error::Cuda { code, .. } if CuResult(*code).is_of_a_lost_device())
         && !error.is_of_a_communicator()
 }
 
-/// Says what the driver has refused where there is no caller to be told. Nothing, where the driver is gone because the process
-/// ends: what was to be given back goes with the process.
+/// Logs what the driver has refused, for want of a caller to be told. Logs nothing if the driver is gone because the process
+/// ends: what was to be given back then goes with the process.
 pub(super) fn warn(device: usize, doing: &str, error: &CudaError) {
     if error.code != CuResult::DEINITIALIZED {
         tracing::warn!(device, "{doing}: {error}");
     }
 }
 
-/// Whether something failed because the process ends, and the driver is gone.
+/// Whether the error says that the driver is gone, because the process ends.
 pub(super) fn is_of_the_end(error: &Error) -> bool {
     matches!(error, Error::Cuda { code, .. } if *code == CuResult::DEINITIALIZED.0)
 }

@@ -23,23 +23,23 @@ pub struct ForeignMemory {
 }
 
 impl<T: Element> DeviceBuf<T> {
-    /// A buffer of memory that `owner` keeps, in the order of `stream`.
+    /// Makes a buffer of memory that `owner` keeps alive, for use in the order of `stream`.
     ///
-    /// `owner` is dropped when the buffer is gone and the stream has come to that point, on another thread.
+    /// `owner` is dropped when the buffer is gone and the stream has come to the point of that drop, as a rule on another thread.
     ///
-    /// A communicator that is bound to devices and has ranks in other processes lends them what `cuMemAlloc` gave (CUDA IPC). The memory may be freed
-    /// once `owner` is dropped, also while those processes have it open, where nobody reads it any more; the driver keeps its pages until
+    /// A communicator that is bound to devices lends ranks in other processes the memory that `cuMemAlloc` gave (CUDA IPC). Once `owner` is dropped, the
+    /// memory may be freed even while those processes have it open: none of them reads it any more. The driver then keeps its pages until
     /// another allocation has taken its place, or the communicator is closed.
     ///
     /// # Safety
     /// Until `owner` is dropped:
     /// - `memory.pointer` is valid for reads and writes of `memory.len` elements by work on the device of `stream`;
-    /// - by the time of what is put on `stream` next, all elements hold values of the element type;
-    /// - nothing else reads or writes them, but work that whoever has the buffer puts on its stream.
+    /// - when the work that is put on `stream` next begins, all elements hold values of the element type;
+    /// - only work that the holder of the buffer puts on the buffer's stream reads or writes them.
     ///
     /// # Errors
-    /// [`Failed`] with `owner`: [`Error::Invalid`], the element type is another one, the pointer is not aligned for it,
-    /// or is not of memory of this device; [`Error::Cuda`].
+    /// [`Failed`] with `owner`. [`Error::Invalid`]: `memory` has another element type, is not aligned for it, or is not memory of
+    /// this device. [`Error::Cuda`]: the driver does not answer the question.
     pub unsafe fn from_foreign<O: Send + 'static>(
         memory: ForeignMemory,
         stream: &DeviceStream,
@@ -52,7 +52,7 @@ impl<T: Element> DeviceBuf<T> {
     }
 }
 
-/// What can be known of such memory before it is used.
+/// Checks what can be known of foreign memory before it is used.
 pub(super) fn check<T: Element>(
     call: &str,
     memory: ForeignMemory,

@@ -33,9 +33,10 @@ pub(super) unsafe fn sleep_until(cuda: &Cuda, _: &Entered<'_>, event: CuEvent) -
     }
 }
 
-/// Whether the driver's answer about an event means that it is not reached yet, or that nobody may ask while a stream is being captured.
+/// Whether the driver's answer about an event means that it is not reached yet, or that nobody may ask while a stream is being captured. An event
+/// that was itself recorded into a graph (`CAPTURED_EVENT`) is never reached.
 pub(super) fn is_not_yet(code: CuResult) -> bool {
-    code == CuResult::NOT_READY || code.is_of_a_capture()
+    code == CuResult::NOT_READY || code.is_of_a_capture() && code != CuResult::CAPTURED_EVENT
 }
 
 /// A device's primary context, retained, and what the driver says of the device.

@@ -9,27 +9,27 @@ use parking_lot::Mutex;
 use super::context::Line;
 use super::stream::DeviceStream;
 
-/// So many streams are remembered of a rank.
+/// How many streams of a rank are remembered.
 const KEPT: usize = 4;
 
 /// What a rank's calls and joins leave behind for the other ranks of the process.
 pub(crate) struct Inputs {
-    /// The streams of its buffers, the last used first.
+    /// The streams of the rank's buffers, the last used first.
     used: Mutex<Vec<Weak<Line>>>,
-    /// The one that it was last called on.
+    /// The thread on which the rank was last called.
     thread: Mutex<ThreadId>,
-    /// Its streams that wait for operations which were not on its own stream then.
+    /// Callers' streams that joined an operation of the rank before all work for it was on streams.
     pub(super) joined: Mutex<Vec<Joined>>,
-    /// All of the operations before this one is on its own stream.
+    /// All of the rank's work for the operations before this number is on a stream.
     pub(super) ended: AtomicU64,
-    /// Its next operation is to begin when another rank's `ended` goes up.
+    /// The rank's next operation has been put off, and is tried again when another rank's `ended` grows.
     pub(super) is_put_off: AtomicBool,
 }
 
 pub(super) struct Joined {
     pub(super) line: Weak<Line>,
     pub(super) number: u64,
-    /// It waits: whatever is put on a stream in its queue from now on comes behind that.
+    /// Whether the wait is on the stream: what is put on any stream of its hardware queue from now on comes behind the wait.
     is_put: bool,
 }
 
@@ -60,7 +60,7 @@ impl Inputs {
         *self.thread.lock()
     }
 
-    /// Those that wait for this operation, or a later one.
+    /// The streams that have joined this operation or a later one, each with whether its wait is on it already.
     pub(super) fn joined_from(&self, number: u64) -> Vec<(DeviceStream, bool)> {
         let joined = self.joined.lock();
         let late = joined.iter().filter(|joined| joined.number >= number);
@@ -69,11 +69,11 @@ impl Inputs {
 }
 
 impl Inputs {
-    /// This stream waits for the operation, or is about to.
+    /// Notes that this stream waits for the operation (`is_put`), or is about to wait.
     pub(super) fn joins(&self, stream: &DeviceStream, number: u64, is_put: bool) {
         let ended = self.ended.load(Ordering::SeqCst);
         let mut joined = self.joined.lock();
-        // What is on the rank's stream in whole is waited for as any other work. A stream may wait for several operations that are not.
+        // Joins of operations whose work is all on a stream wait as for any other work, so they are forgotten. A stream may have several other joins.
         joined.retain(|joined| joined.line.strong_count() > 0 && joined.number >= ended);
         let is_it =
             |joined: &&mut Joined| joined.number == number && joined.line.as_ptr() == Arc::as_ptr(&stream.0);

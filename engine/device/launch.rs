@@ -10,8 +10,8 @@ use super::stream::DeviceStream;
 use crate::error::Error;
 
 impl Context {
-    /// A kernel of ours. Loading one may wait for all that is on the device ("loading kernels might require context
-    /// synchronization", CUDA programming guide, lazy loading), so no lock is held meanwhile but that of who loads.
+    /// A kernel of ours, which is loaded if it is not yet. Loading may wait for all work on the device ("loading kernels might require
+    /// context synchronization", CUDA programming guide, lazy loading), so meanwhile no lock is held but `loading`.
     fn function(&self, _: &Entered<'_>, kernel: Kernel) -> Result<CuFunction, CudaError> {
         if let Some(function) = self.kernels.loaded.lock().known(kernel) {
             return Ok(function);
@@ -38,12 +38,12 @@ impl Context {
 }
 
 impl DeviceStream {
-    /// Blocks of a launch at most.
+    /// The most blocks that a launch may have.
     pub(crate) fn ctas(&self) -> u32 {
         self.0.context.max_ctas
     }
 
-    /// Loads what will be launched here. May wait for what is on the device: to be called by who holds nothing.
+    /// Loads kernels that will be launched here. May wait for all work on the device, so the caller holds no lock.
     pub(crate) fn load(&self, kernels: impl Iterator<Item = Kernel>) -> Result<(), Error> {
         let context = &self.0.context;
         let unknown: Vec<_> = {
@@ -58,11 +58,11 @@ impl DeviceStream {
         })
     }
 
-    /// Puts a kernel here.
+    /// Puts a kernel on this stream.
     ///
     /// # Safety
-    /// What the launch reads and writes is memory of this stream's device, or that it may touch; nothing else on a device
-    /// or the host touches it out of this stream's order; and it stays until the stream has come past the kernel.
+    /// The launch reads and writes only memory of this stream's device, or memory that this device may touch. Nothing else, on a
+    /// device or the host, touches that memory out of this stream's order. The memory stays until the stream has passed the kernel.
     pub(crate) unsafe fn launch(&self, doing: &str, launch: &Launch) -> Result<(), Error> {
         if launch.blocks == 0 {
             return Ok(());

@@ -1,10 +1,10 @@
 //! Whether other devices of this process can touch memory that another library allocated.
 //!
-//! `cuCtxEnablePeerAccess` opens what `cuMemAlloc` gives in a context. Memory of the driver's pools (`cuMemAllocAsync`, which
-//! cudarc and, where it is told so, torch allocate with) does not follow it: each pool says who may touch what is in it
-//! (`cuMemPoolSetAccess`). Nor does memory that was mapped piece by piece (`cuMemMap`: torch's expandable segments), whose
-//! owner says it for every piece. A kernel that touches what its device may not is the end of its context, so all of this is
-//! asked before anything is lent. What cannot be lent is copied first (`copied.rs`).
+//! `cuCtxEnablePeerAccess` opens to another device what `cuMemAlloc` gives in a context. It does not open memory of the driver's
+//! pools (`cuMemAllocAsync`, by which cudarc allocates, and torch if it is told to): each pool has its own list of devices that
+//! may touch its memory (`cuMemPoolSetAccess`). Nor does it open memory that was mapped piece by piece (`cuMemMap`: torch's
+//! expandable segments), whose owner opens each piece. A kernel that touches memory which its device may not touch destroys its
+//! context, so the driver is asked before anything is lent. What cannot be lent is copied first (`copied.rs`).
 
 use std::ffi::c_int;
 
@@ -18,7 +18,7 @@ use super::context::Context;
 use super::place::DevicePlace;
 use super::stream::DeviceStream;
 
-/// What the driver says of an address: a number or a handle of at most 8 bytes; 0 where it says nothing of it.
+/// An attribute of an address, as the driver tells it: a number or a handle of at most 8 bytes. 0: the driver does not tell it.
 pub(super) fn attribute(context: &Context, at: u64, which: c_int) -> u64 {
     let mut answer = 0_u64;
     let asked = context.enter().and_then(|_entered| {
@@ -28,11 +28,11 @@ pub(super) fn attribute(context: &Context, at: u64, which: c_int) -> u64 {
     asked.map_or(0, |()| answer)
 }
 
-/// Lets a device touch what is in a pool, now and later, if it may not yet.
+/// Lets the device of `other` touch all memory of a pool, also what will be allocated later, unless it may already.
 fn open_pool(context: &Context, pool: CuMemoryPool, other: &Context) -> Result<(), CudaError> {
     let location = CuMemLocation { kind: CU_MEM_LOCATION_TYPE_DEVICE, id: other.device };
     let _entered = context.enter()?;
-    // SAFETY: the pool is that of memory which its owner keeps; the driver reads the location within the call.
+    // SAFETY: the pool exists, as its owner keeps memory of it; the driver reads the location within the call.
     let access = unsafe { context.cuda.mem_pool_get_access(pool, &raw const location) }?;
     if access == CU_MEM_ACCESS_FLAGS_PROT_READWRITE {
         return Ok(());
@@ -43,7 +43,7 @@ fn open_pool(context: &Context, pool: CuMemoryPool, other: &Context) -> Result<(
 }
 
 impl DevicePlace {
-    /// Sees to it that the devices of these streams, which are others than ours, can touch this memory.
+    /// Makes sure that the devices of these streams, none of which is our device, can touch this memory.
     ///
     /// # Errors
     /// Why they cannot.

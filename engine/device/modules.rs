@@ -11,12 +11,12 @@ use parking_lot::Mutex;
 #[derive(Default)]
 pub(super) struct Kernels {
     pub(super) loaded: Mutex<Modules>,
-    /// Of who loads a module.
+    /// Held by the thread that loads a module or looks up a kernel in it.
     pub(super) loading: Mutex<()>,
 }
 
-/// What has been loaded on a device. A driver compiles a module when it is loaded, which takes it milliseconds: each once,
-/// when an operation that needs it is first called (`DeviceStream::load`).
+/// What has been loaded on a device. Loading a module takes milliseconds, most of all if the driver has to compile it. So each is
+/// loaded once: when an operation that needs it is first called (`DeviceStream::load`).
 #[derive(Default)]
 pub(super) struct Modules {
     pub(super) modules: HashMap<Module, CuModule>,
@@ -36,7 +36,7 @@ impl Modules {
         Some(function)
     }
 
-    /// Unloads all. Nothing of them runs any more.
+    /// Unloads all modules. None of their kernels runs any more.
     pub(super) fn close(&mut self, cuda: &Cuda, report: &dyn Fn(CudaError)) {
         self.functions.clear();
         self.last = None;
@@ -64,7 +64,7 @@ pub(super) fn load(cuda: &Cuda, module: Module, major: u32) -> Result<CuModule, 
     unsafe { cuda.module_load_data(ptx.as_ptr().cast()) }
 }
 
-/// For the driver, which wants a zero byte behind it.
+/// The text with a zero byte behind it, as the driver wants it.
 pub(super) fn text(text: impl Into<Vec<u8>>) -> Result<CString, CudaError> {
     CString::new(text).map_err(|_| CudaError {
         call: "cuModuleLoadData",

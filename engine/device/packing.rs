@@ -1,4 +1,4 @@
-//! Small buffers of a device in one contiguous buffer, and back: by one kernel, however many they are.
+//! Copies small buffers of a device into one contiguous buffer, and back: with one kernel, however many they are.
 
 use std::sync::Arc;
 
@@ -14,31 +14,31 @@ use crate::error::Error;
 use crate::types::DType;
 
 const DOING: &str = "pack gradients on a device";
-/// Parts begin at multiples of so many bytes: the kernel copies whole vectors of this size where both sides lie alike.
+/// Parts begin at multiples of this many bytes. The kernel copies vectors of this size where source and destination are aligned alike.
 pub(crate) const ALIGNED: usize = 16;
-/// Words of a row of the table that the kernel reads.
+/// The number of 64-bit words in a row of the table that the kernel reads.
 const ROW: usize = size_of::<Segment>() / size_of::<u64>();
 
 /// One of the small buffers that are packed.
 pub(crate) struct Part {
     pub(crate) place: DevicePlace,
-    /// The byte of the contiguous buffer at which its own begin.
+    /// The byte of the contiguous buffer at which this part begins.
     pub(crate) at: usize,
     pub(crate) bytes: usize,
 }
 
-/// What the kernel reads: which bytes of the contiguous buffer belong to which part. In the order of the contiguous buffer's stream, in which
-/// its memory goes back to the pool.
+/// What the kernel reads: which bytes of the contiguous buffer belong to which part. The table's memory is used, and goes back to the pool, in the
+/// order of the contiguous buffer's stream.
 pub(crate) struct Table {
     /// `None`: no part has any bytes.
     rows: Option<DeviceBuf<u64>>,
     count: u32,
 }
 
-/// Copies all parts into the contiguous buffer, in the order of its stream, behind what the streams of the parts hold. Those wait for it.
+/// Copies all parts into the contiguous buffer, on its stream, behind what the streams of the parts hold now. These streams wait for the copies.
 ///
 /// # Safety
-/// The contiguous buffer and the parts are memory of the caller's, as long as they say, in the order of their streams; none overlap.
+/// The contiguous buffer and the parts have the lengths that are given, belong to the caller, are each in the order of their stream, and do not overlap.
 pub(crate) unsafe fn pack_on_device(
     contiguous: (&DevicePlace, usize),
     parts: &[Part],
@@ -57,13 +57,13 @@ pub(crate) unsafe fn pack_on_device(
     Ok(table)
 }
 
-/// Copies all parts back out of the contiguous buffer, in the order of `stream`, by the table with which they were packed. This stream waits for
-/// no other one, and no other one waits for it: that is the caller's to see to ([`all_wait_for`]). No memory is allocated here: for that
-/// the driver may wait for the whole device, and `stream` may wait for what other ranks have not called yet.
+/// Copies all parts back out of the contiguous buffer, on `stream`, by the table with which they were packed. Makes no stream wait for another: the
+/// caller does that ([`all_wait_for`]). Allocates no memory: the driver may wait for the whole device to allocate some, while `stream` may wait for
+/// operations that other ranks have not called yet.
 ///
 /// # Safety
-/// As of [`pack_on_device`], but all of the memory is in the order of `stream`, which waits for the contiguous buffer's stream if that is
-/// another one. The caller makes that stream wait for this kernel before the contiguous buffer or the table goes.
+/// As for [`pack_on_device`], but all of the memory is in the order of `stream`, which waits for the contiguous buffer's stream if that is
+/// another one. The caller makes the contiguous buffer's stream wait for this kernel before it drops that buffer or the table.
 pub(crate) unsafe fn unpack_on_device(
     stream: &DeviceStream,
     contiguous: (&DevicePlace, usize),
@@ -73,20 +73,20 @@ pub(crate) unsafe fn unpack_on_device(
     unsafe { put(stream, contiguous, table, Direction::Unpack) }
 }
 
-/// Whether both are one stream of the driver's.
+/// Whether both are the same stream of the driver.
 pub(crate) fn is_same(a: &DeviceStream, b: &DeviceStream) -> bool {
     a == b || a.as_raw() == b.as_raw()
 }
 
-/// The streams of the parts. Of parts that follow each other and have the same one it is named once.
+/// The streams of the parts. Parts in a row that have the same stream name it once.
 pub(crate) fn streams(parts: &[Part]) -> impl Iterator<Item = &DeviceStream> {
     parts.chunk_by(|a, b| is_same(&a.place.stream, &b.place.stream)).map(|alike| &alike[0].place.stream)
 }
 
-/// Makes other streams wait for what `stream` holds now. Where one cannot be told to, the caller waits, so that nothing is out of order.
+/// Makes other streams wait for what `stream` holds now. If that fails, this thread waits for `stream` instead, so that nothing is out of order.
 ///
 /// # Errors
-/// Where that fails, too.
+/// That wait fails, too.
 pub(crate) fn all_wait_for<'a>(
     stream: &DeviceStream,
     others: impl Iterator<Item = &'a DeviceStream>,
@@ -99,10 +99,10 @@ pub(crate) fn all_wait_for<'a>(
     ordered.or_else(|_| stream.synchronize())
 }
 
-/// Makes all bytes of a buffer zero, in the order of its stream. For who has the buffer alone, as `&mut` of it says.
+/// Makes all bytes of a buffer zero, in the order of its stream. The caller has the buffer to itself, as with a `&mut` to it.
 pub(crate) fn zero_on_device(place: &DevicePlace, bytes: usize) -> Result<(), Error> {
-    // SAFETY: a buffer of so many bytes, which stays until its stream has come past this, as `Buf` promises; the stream is the one in whose
-    // order it is.
+    // SAFETY: the buffer has this many bytes, and exists until its stream has passed this point, as `Buf` promises; `place.stream` is the stream
+    // in whose order the buffer is.
     unsafe { place.stream.zero(place.address, bytes) }
 }
 
@@ -133,7 +133,7 @@ impl Table {
 /// Puts the kernel on a stream.
 ///
 /// # Safety
-/// As of [`unpack_on_device`].
+/// As for [`unpack_on_device`].
 unsafe fn put(
     stream: &DeviceStream,
     (contiguous, bytes): (&DevicePlace, usize),
@@ -153,9 +153,9 @@ unsafe fn put(
     let launch = pack(&job, direction, stream.ctas())
         .ok_or_else(|| Error::system(DOING, "there is no kernel that copies bytes (a bug)"))?;
     stream.load([launch.kernel].into_iter())?;
-    // SAFETY: the segments are the caller's, who promises their order and that none overlap; none reaches beyond the contiguous buffer
-    // (`at` and `bytes` are of its layout). The table has been filled in the order of the contiguous buffer's stream. This stream is that
-    // one, or waits for it; and the caller makes that one wait for this kernel before the table goes back to the pool in its order.
+    // SAFETY: the caller owns the segments, and promises their order and that none overlap; none reaches beyond the contiguous buffer (`at`
+    // and `bytes` come from its layout). The table was filled in the order of the contiguous buffer's stream. `stream` is that stream, or waits
+    // for it; then the caller makes that stream wait for this kernel before the table's memory goes back to the pool.
     unsafe { stream.launch(DOING, &launch) }
 }
 
@@ -164,11 +164,11 @@ fn fill(stream: &DeviceStream, table: &DeviceBuf<u64>, rows: &[Segment]) -> Resu
     let context = &stream.0.context;
     let bytes = size_of_val(rows);
     let block = Block::new(context, bytes)?;
-    // SAFETY: the block has so many bytes, which nobody else has; rows are three words each, without gaps.
+    // SAFETY: the block has at least `bytes` bytes, which nobody else uses; a row is three words, without gaps.
     unsafe { block.at(0).copy_from_nonoverlapping(rows.as_ptr().cast(), bytes) };
     let copied = context.call(DOING, |cuda| {
-        // SAFETY: both sides have so many bytes (the table has a row for each). The block is kept until the copy is over, and the table
-        // is in this stream's order.
+        // SAFETY: both sides have at least `bytes` bytes (the table has room for all rows). The block is kept until the copy is over, and the
+        // table is in this stream's order.
         unsafe { cuda.memcpy_htod_async(table.as_ptr(), block.at(0).cast(), bytes, *stream.0.raw()) }
     });
     match copied.and_then(|()| stream.point()) {
@@ -182,7 +182,7 @@ fn fill(stream: &DeviceStream, table: &DeviceBuf<u64>, rows: &[Segment]) -> Resu
     Ok(())
 }
 
-/// Gives pinned memory back, if the device is done with it.
+/// Gives pinned memory back; or leaks it, if nobody can tell whether the device is done with it.
 fn let_go(block: Block, outcome: &Outcome) {
     if matches!(outcome, Outcome::Unknown(_)) {
         std::mem::forget(block);

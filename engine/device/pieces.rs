@@ -47,8 +47,8 @@ impl<T: Element> DeviceBuf<T> {
         self.range.start
     }
 
-    /// Puts the parts of a buffer together again, given in any order. Nothing is copied, and nobody waits but the
-    /// stream of the part given first, which is the result's: for what the other parts' streams hold now.
+    /// Puts the parts of a buffer together again, given in any order. Nothing is copied. The result is on the stream of
+    /// the part given first; that stream waits for what the other parts' streams hold now, and the host does not wait.
     ///
     /// # Errors
     /// [`Failed`] with the parts, in the order of their offsets: [`Error::Invalid`], they are not all of one buffer or

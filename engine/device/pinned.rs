@@ -19,12 +19,12 @@ use crate::types::{DType, Element};
 /// caller, at the full speed of the bus; other host memory is copied once more on the way. Pinned for all devices, and
 /// cached as usual (not write-combined: it is read as fast as other memory).
 ///
-/// Getting it takes the driver a while (0.1 ms and more): keep it.
+/// The driver takes a while to pin memory (0.1 ms and more): keep a buffer, and use it again.
 pub type PinnedBuf<T> = OwnedSlice<T, Pinned>;
 
 /// What owns the memory of a [`PinnedBuf`].
 pub struct Pinned {
-    /// Its address, which the driver is given back; none where there are no elements.
+    /// The address, by which the memory is given back to the driver; `None` if there are no elements.
     start: Option<usize>,
     context: Arc<Context>,
 }
@@ -39,15 +39,15 @@ impl SliceOwner for Pinned {
 }
 
 impl<T: Element> PinnedBuf<T> {
-    /// `len` elements of zero. `device`: whose context it is asked of; all of them can use it.
+    /// `len` elements of zero. The context of `device` allocates the memory; all devices can use it.
     ///
     /// # Errors
-    /// [`Error::Cuda`]: there is no such memory.
+    /// [`Error::Cuda`]: the driver cannot pin so much memory. [`Error::Invalid`]: `len` elements are too many for a buffer.
     pub fn zeroed(device: &Device, len: usize) -> Result<PinnedBuf<T>, Error> {
         let context = device.0.clone();
         let Some(bytes) = len.checked_mul(size_of::<T>()).filter(|bytes| *bytes <= isize::MAX as usize)
         else {
-            let problem = format!("{len} elements are more than any memory has");
+            let problem = format!("{len} elements are too many for a buffer");
             return Err(Error::invalid("PinnedBuf::zeroed", problem));
         };
         let start = if bytes == 0 { std::ptr::null_mut() } else { context.pin(bytes, "")?.cast::<u8>() };
@@ -55,19 +55,19 @@ impl<T: Element> PinnedBuf<T> {
             if start.is_null() {
                 return Err(Error::system("pin host memory", "the driver gave no address"));
             }
-            // SAFETY: `bytes` bytes that are ours alone.
+            // SAFETY: the driver gave `bytes` bytes at `start`, which nobody else uses.
             unsafe { start.write_bytes(0, bytes) };
         }
         let owner = Pinned { start: (bytes > 0).then(|| start.expose_provenance()), context };
-        // SAFETY: `len` elements in pages of the driver's, which are aligned for every Element and stay until `owner` gives them back;
-        // zero, which is a value of every Element, and ours alone.
+        // SAFETY: `len` elements in pages that the driver gave: they are aligned for every Element, and exist until `owner` gives them back. All
+        // bytes are zero, which is a value of every Element, and nobody else uses them.
         Ok(unsafe { OwnedSlice::new(start.cast(), len, owner) })
     }
 
     /// A copy of `values`.
     ///
     /// # Errors
-    /// [`Error::Cuda`]: there is no such memory.
+    /// [`Error::Cuda`]: the driver cannot pin so much memory.
     pub fn from_slice(device: &Device, values: &[T]) -> Result<PinnedBuf<T>, Error> {
         let mut buf = PinnedBuf::zeroed(device, values.len())?;
         buf.copy_from_slice(values);
@@ -76,12 +76,12 @@ impl<T: Element> PinnedBuf<T> {
 }
 
 impl Drop for Pinned {
-    /// It may be dropped with an operation that nobody awaits, by the thread that finishes that: the driver, which may wait for the
-    /// device, is called by another.
+    /// The thread that drops this may be one that finishes an operation which nobody awaits. The driver may wait for the device before it frees
+    /// the memory, so another thread calls it.
     fn drop(&mut self) {
         let (Some(at), context) = (self.start, self.context.clone()) else { return };
         later(Duration::ZERO, move || {
-            // SAFETY: allocated in `zeroed`, and freed once. Whatever the device does with it holds the buffer meanwhile.
+            // SAFETY: allocated in `zeroed`, and freed once. Whatever the device does with the memory holds the buffer meanwhile.
             let free = |cuda: &Cuda| unsafe { cuda.mem_free_host(std::ptr::with_exposed_provenance_mut(at)) };
             context.close("unpin host memory", free);
         });

@@ -1,4 +1,4 @@
-//! Pinned memory of the host's that is kept on a device for the next operation.
+//! Pinned host memory that a device's context keeps for the next operations.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::Ordering;
@@ -8,15 +8,15 @@ use allstream_sys::cuda::{Cuda, CudaError};
 
 use crate::mem::PINNED;
 
-/// Pinned memory that is kept for the next operations: getting it takes the driver 0.1 ms and more. A block that is larger is kept
-/// where nothing else is, for [`REST`] after its last use: the next operation of a loop finds it.
+/// How many bytes are kept for good: the driver takes 0.1 ms and more to pin memory. A block that is larger is kept only if no other is, and
+/// only for [`REST`] after its last use, so that the next operation of a loop finds it.
 const KEPT: usize = 64 << 20;
 pub(super) const REST: Duration = Duration::from_secs(1);
 const LEAST: usize = 64 << 10;
 const MIB: usize = 1 << 20;
 
-/// The length of a block for so many bytes. There are few, so that blocks are taken again: powers of two, and above 1 MiB
-/// three more between two of them, so that at most a quarter is more than was asked for.
+/// The length of a block for this many bytes. There are few lengths, so that blocks can be used again: powers of two from `LEAST` on, and
+/// above 1 MiB three more between each two of these, so that such a block is at most a quarter longer than was asked for.
 pub(super) fn length(bytes: usize) -> usize {
     match bytes {
         0..=MIB => bytes.max(LEAST).next_power_of_two(),
@@ -27,15 +27,15 @@ pub(super) fn length(bytes: usize) -> usize {
 /// Blocks that nobody uses.
 #[derive(Default)]
 pub(super) struct PinnedCache {
-    /// Their addresses, by length. A length stays when its last block is taken: it will be back.
+    /// Their addresses, by length. A length stays in the map when its last block is taken, as that block will come back.
     blocks: BTreeMap<usize, Vec<usize>>,
     bytes: usize,
-    /// When one was last put here.
+    /// When a block was last put here.
     used: Option<Instant>,
 }
 
 impl PinnedCache {
-    /// One of at least so many bytes, and not of far more: its address and length.
+    /// Takes out a block of at least this many bytes, and at most four times as many: its address and length.
     pub(super) fn take(&mut self, wanted: usize) -> Option<(usize, usize)> {
         let fitting = self.blocks.range_mut(wanted..=wanted.saturating_mul(4));
         let (at, len) = fitting.into_iter().find_map(|(len, blocks)| Some((blocks.pop()?, *len)))?;
@@ -43,7 +43,7 @@ impl PinnedCache {
         Some((at, len))
     }
 
-    /// Keeps one, if that is not too much; whether it did.
+    /// Keeps a block, if that is not too much. Returns whether it is kept.
     pub(super) fn put(&mut self, at: usize, len: usize) -> bool {
         let fits = self.bytes == 0 || self.bytes + len <= KEPT;
         if fits {
@@ -54,29 +54,29 @@ impl PinnedCache {
         fits
     }
 
-    /// Whether more is kept than for good.
+    /// Whether more is kept than may be kept for good.
     pub(super) fn is_much(&self) -> bool {
         self.bytes > KEPT
     }
 
-    /// Takes all of them out, to be given back to the driver: their addresses and lengths.
+    /// Takes all blocks out, to be given back to the driver: their addresses and lengths.
     pub(super) fn take_all(&mut self) -> Vec<(usize, usize)> {
         self.bytes = 0;
         let blocks = std::mem::take(&mut self.blocks).into_iter();
         blocks.flat_map(|(len, all)| all.into_iter().map(move |at| (at, len))).collect()
     }
 
-    /// The same, if they are more than is kept for good and nobody has used any for a while.
+    /// The same, if more is kept than may be kept for good, and no block was put here for [`REST`]. Otherwise takes none.
     pub(super) fn take_rested(&mut self) -> Vec<(usize, usize)> {
         let rested = self.used.is_none_or(|at| at.elapsed() >= REST);
         if self.is_much() && rested { self.take_all() } else { Vec::new() }
     }
 }
 
-/// Gives a block back to the driver, which may wait for the device: the caller holds nothing that others wait for.
+/// Gives a block back to the driver, which may wait for the device: the caller must hold nothing that others wait for.
 pub(super) fn unpin(cuda: &Cuda, (at, len): (usize, usize), report: &dyn Fn(CudaError)) {
     PINNED.fetch_sub(len, Ordering::Relaxed);
-    // SAFETY: allocated by `Block::new`, whose owner gave it back.
+    // SAFETY: allocated by `Block::new`; that `Block` was dropped, and the cache does not have its address (any more), so nobody else has.
     unsafe { cuda.mem_free_host(std::ptr::with_exposed_provenance_mut(at)) }.unwrap_or_else(report);
 }
 

@@ -1,4 +1,4 @@
-//! Where device memory is: what buffers say of it ([`DeviceMemory`]), with the type that streams have here.
+//! Where device memory is: what buffers say of it ([`DeviceMemory`]), but with the stream as a [`DeviceStream`].
 
 use std::any::Any;
 use std::fmt;
@@ -9,12 +9,12 @@ use super::stream::DeviceStream;
 use crate::error::Error;
 use crate::mem::{DeviceMemory, DeviceOrder, Fate, Location, RawBuf, Where};
 
-/// Where device memory is, and in whose order.
+/// Where device memory is, and in which stream's order it is used.
 #[derive(Clone)]
 pub(crate) struct DevicePlace {
     pub(crate) stream: DeviceStream,
     pub(crate) address: u64,
-    /// Of a buffer that keeps it.
+    /// The operations that the contents depend on; `None` if the buffer does not keep this.
     pub(crate) fate: Option<Arc<Fate>>,
     /// Whether another library allocated it.
     pub(crate) foreign: bool,
@@ -27,7 +27,7 @@ impl fmt::Debug for DevicePlace {
 }
 
 impl DevicePlace {
-    /// Why what is there means nothing.
+    /// An error if the contents are invalid, as an operation that was to write them has failed.
     pub(crate) fn check(&self) -> Result<(), Error> {
         self.fate.as_ref().map_or(Ok(()), |fate| fate.check())
     }
@@ -46,14 +46,14 @@ impl DeviceOrder for Line {
 }
 
 impl DeviceStream {
-    /// For memory in the order of this stream.
+    /// The stream, as memory in its order names it.
     pub(super) fn order(&self) -> Arc<dyn DeviceOrder> {
         self.0.clone()
     }
 }
 
 impl DeviceMemory {
-    /// The stream in whose order it is.
+    /// The stream in whose order the memory is.
     pub(crate) fn stream(&self) -> DeviceStream {
         let order: Arc<dyn Any + Send + Sync> = self.order.clone();
         match order.downcast::<Line>() {

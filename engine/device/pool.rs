@@ -1,5 +1,5 @@
-//! The pool of a device's memory: pieces of its blocks, got from the driver where none is free, handed out and taken back in the order of
-//! streams.
+//! The pool of a device's memory: hands out pieces of its blocks, and takes them back, in the order of streams. Where no piece is free, it gets
+//! a block from the driver.
 
 use std::time::Duration;
 
@@ -13,14 +13,14 @@ use super::handle::Entered;
 use super::stream::DeviceStream;
 use crate::error::Error;
 
-/// A block, unless what is asked for is larger. `cuMemAlloc` takes from 0.1 to 1 ms and stops the device's other work
-/// where it has to map memory, so it should be rare; more than this would be a burden to a process that needs little.
+/// Bytes of a block, unless more is asked for. `cuMemAlloc` takes from 0.1 to 1 ms, and stops the device's other work
+/// where it has to map memory, so it should be rare; larger blocks would be a burden to a process that needs little memory.
 const BLOCK: u64 = 64 << 20;
 /// Larger blocks are multiples of this, the size of the driver's pages.
 const PAGE: u64 = 2 << 20;
-/// Who waits for his turn with the driver, or for streams, looks this often whether others have left what he needs.
+/// How often a thread that waits for its turn with the driver, or for streams, looks whether others have freed what it needs.
 const PAUSE: Duration = Duration::from_micros(50);
-/// So often the caller waits for what is pending where others may take it before him.
+/// How many times a caller waits for pending pieces, which other threads may take first, before it is refused.
 const ROUNDS: usize = 16;
 
 /// Memory of a device that its pool has, in bytes.
@@ -29,11 +29,11 @@ const ROUNDS: usize = 16;
 pub struct PoolMemory {
     /// In buffers, rounded up to 512 bytes each.
     pub used: u64,
-    /// Of buffers that were dropped, while streams still worked on them when that was last looked at.
+    /// In dropped buffers on which streams still worked when the pool last looked.
     pub pending: u64,
     /// In all blocks that the pool has from the driver, used or not.
     pub reserved: u64,
-    /// Of buffers of which nobody can tell whether the device still touches them, after an error. Never used again.
+    /// In dropped buffers that the device may still touch: after an error, or because a graph may use them. Never used again.
     pub lost: u64,
     /// The number of blocks.
     pub blocks: usize,
@@ -43,15 +43,15 @@ fn up(bytes: u64, to: u64) -> Option<u64> {
     bytes.checked_next_multiple_of(to)
 }
 
-/// The right to ask the driver for memory of the pool, or to give it some back: whoever finds none left can then be sure that
-/// nobody is about to bring some.
+/// The right to get memory for the pool from the driver, or to give some back. One thread at a time has it: if that thread finds no
+/// memory, it can be sure that no other thread is about to bring some.
 type Turn<'a> = MutexGuard<'a, ()>;
 
-/// The driver may wait for all that is on the device where it gives memory or takes some back, and what is on it may wait
-/// for an operation for which another thread needs a piece. So the pool's lock is not held meanwhile, and who waits for his
-/// turn takes what others leave.
+/// When the driver gives memory or takes some back, it may wait for all work on the device, and this work may wait for an
+/// operation for which another thread needs a piece. So the pool's lock is not held meanwhile, and a thread that waits for its
+/// turn takes what others free.
 impl Context {
-    /// A piece of the pool for use on `line`, from its next work on.
+    /// A piece of the pool that the next work on `line` may use.
     pub(super) fn piece(&self, entered: &Entered<'_>, line: &Line, bytes: u64) -> Result<Piece, CudaError> {
         let (bytes, large) = match (up(bytes, ALIGN), up(bytes, PAGE)) {
             (Some(bytes), Some(large)) => (bytes, large),
@@ -70,7 +70,7 @@ impl Context {
             };
             let freed = {
                 let mut pool = self.pool.lock();
-                // Of what has been freed since.
+                // A piece of what was freed meanwhile.
                 if let Some(piece) = pool.ready(self, line.id, bytes) {
                     return Ok(piece);
                 }
@@ -83,7 +83,7 @@ impl Context {
                 }
                 pool.freed
             };
-            // Together they may be enough. Here alone the caller waits, where it would be refused otherwise.
+            // All pending pieces together may be enough. The caller waits for streams only here, where it would be refused otherwise.
             while self.pool.lock().is_pending(self, freed)? {
                 std::thread::sleep(PAUSE);
                 if let Some(piece) = self.pool.lock().ready(self, line.id, bytes) {
@@ -93,14 +93,14 @@ impl Context {
         }
     }
 
-    /// A piece that is there without the driver; where there is none, the right to ask it.
+    /// A piece that the pool has already; or, if it has none, the turn to ask the driver. Waits until there is one or the other.
     fn ready(&self, line: &Line, bytes: u64) -> Result<Piece, Turn<'_>> {
         loop {
             if let Some(piece) = self.pool.lock().ready(self, line.id, bytes) {
                 return Ok(piece);
             }
             if let Some(turn) = self.growing.try_lock_for(PAUSE) {
-                // Who had it before may have brought more than he needed.
+                // The thread that had the turn before may have brought more than it needed.
                 return self.pool.lock().ready(self, line.id, bytes).ok_or(turn);
             }
         }
@@ -138,13 +138,13 @@ impl Context {
         }
     }
 
-    /// Gives blocks of the pool back of which nothing is used, here or in other processes. How many bytes.
+    /// Gives those blocks back to the driver of which nothing is used, here or in other processes. Returns how many bytes they had.
     pub(super) fn trim(&self, _: &Entered<'_>, _: &Turn<'_>) -> u64 {
         let mut freed = 0;
         let unused = self.pool.lock().unused(self);
         for (at, block) in unused {
-            // SAFETY: an address that `more` got; all of the block is free, so nothing of the device's uses it, and nobody
-            // else knows it any more.
+            // SAFETY: an address that `more` got; all of the block is free, so no work on the device uses it, and it was
+            // taken out of the pool, so no other thread gets a piece of it.
             match unsafe { self.cuda.mem_free(at) } {
                 Ok(()) => freed += block.bytes,
                 Err(_) => {
@@ -155,14 +155,14 @@ impl Context {
         freed
     }
 
-    /// Sees to it that so many bytes can be had on `line` without the driver. Where there is no such memory it is no error
-    /// yet: it may be there when it is needed.
+    /// Sees to it that this many bytes can be had on `line` without the driver. It is no error if there is no such memory
+    /// now: there may be some when it is needed.
     pub(super) fn reserve(&self, entered: &Entered<'_>, line: &Line, bytes: u64) -> Result<(), CudaError> {
         let (Some(bytes), Some(large)) = (up(bytes, ALIGN), up(bytes, PAGE)) else { return Ok(()) };
         let piece = self.ready(line, bytes).or_else(|turn| self.more(entered, &turn, bytes, large));
         match piece {
             Ok(piece) => {
-                // In the order of this stream it can be taken again at once.
+                // In the order of this stream the piece can be taken again at once.
                 match self.mark(entered, *line.raw()) {
                     Ok(event) => self.pool.lock().free(piece, vec![(line.id, event)]),
                     Err(_) => self.pool.lock().lose(piece),
@@ -175,7 +175,7 @@ impl Context {
     }
 }
 
-/// A block was made and does not hold what it was made for, or nothing was tried: neither can be.
+/// The error if a new block does not hold the piece that it was made for, or if no length was tried. Neither can happen.
 fn unreachable_fit(context: &Context) -> CudaError {
     CudaError {
         call: "cuMemAlloc_v2",
@@ -198,10 +198,10 @@ impl Device {
         }
     }
 
-    /// Gives blocks of the pool that nothing uses back to the driver, and pinned memory that is kept for staging. How many
-    /// bytes of the device's.
+    /// Gives blocks of the pool that nothing uses, and pinned memory that is kept for staging, back to the driver. Returns
+    /// how many bytes of the device's memory it has given back.
     ///
-    /// The driver waits for the device while it takes memory back. It also happens when memory runs out.
+    /// The driver waits for the device while it takes memory back. When memory runs out, the pool gives its blocks back by itself.
     ///
     /// # Errors
     /// [`Error::Cuda`].
@@ -212,8 +212,8 @@ impl Device {
 }
 
 impl DeviceStream {
-    /// Sees to it that so many bytes of the pool can be had here without asking the driver, unless somebody else takes them
-    /// first. May wait for what is on the device: to be called by who holds nothing.
+    /// Sees to it that this many bytes of the pool can be had on this stream without asking the driver, unless another thread
+    /// takes them first. May wait for what is on the device: the caller must hold nothing that others wait for.
     pub(crate) fn reserve(&self, bytes: usize) -> Result<(), Error> {
         let context = &self.0.context;
         context

@@ -1,20 +1,19 @@
-//! Whether a stream that waits holds up another, and how a collective gets out of its way.
+//! Finds out whether a stream that waits holds up another stream, and moves collectives out of its way.
 //!
-//! The streams of a context share its hardware queues: 8, or as many as `CUDA_DEVICE_MAX_CONNECTIONS` says. Work of streams
-//! that share one is put in one line, a "false dependency" (CUDA programming guide, environment variables), and no
-//! driver says which streams share one. For work that waits for what is on a stream already this costs time and nothing else.
-//! But a stream that waits for a word which is only to be written behind a collective ([`DeviceSignal`]) may hold up the
-//! very collective.
+//! The streams of a context share its hardware queues: 8, or as many as `CUDA_DEVICE_MAX_CONNECTIONS` says. A queue does the work
+//! of its streams in one line, a "false dependency" (CUDA programming guide, environment variables), and no driver says which
+//! streams share a queue. Where a stream waits for work that is on a stream already, this costs only time. But a stream that
+//! waits for a word ([`DeviceSignal`]) which will be written only behind a collective may hold up that very collective.
 //!
 //! So the device is asked first. The streams that are to wait are made to wait for a word that the host writes later. Then the stream that
 //! collectives run on, and a few spare streams of the driver's, are each told to write a word of their own. A stream whose word comes
-//! meanwhile is not held up. If a spare stream's word comes and the collectives' does not, because that one shares a queue or has other
-//! work to do, the collectives go on with the spare one ([`Line::go_on_with`](super::context::Line::go_on_with)). So the answer is found by
+//! meanwhile is not held up. If a spare stream's word comes and that of the collectives' stream does not, because this stream shares a queue or
+//! has other work to do, the collectives go on with the spare one ([`Line::go_on_with`](super::context::Line::go_on_with)). So the answer is found by
 //! comparison, and a host or a device that is slow, because it has much to do, only takes longer to give it. The spare streams are made
 //! when the first rank is bound.
 //!
-//! Work behind such a waiting stream waits, too. So while one waits, no stream of ours is made to wait for such work on the host's behalf
-//! (`waiter.rs`): it could hold up a stream of the user's in its queue, behind which another rank's call may be.
+//! Work behind a stream that waits for such a word waits, too. So while any stream does, `waiter.rs` makes no stream of ours wait for an event:
+//! that stream could hold up a user's stream in its queue, on which the input of another rank's call may be.
 
 mod pairs;
 
@@ -30,22 +29,22 @@ use crate::error::Error;
 
 pub(crate) use pairs::Pair;
 
-/// How long a first answer is waited for. After that no stream that was asked is known to go on.
+/// How long a question waits for a first answer. If none has come by then, no stream that was asked is known to go on.
 const LOOK: Duration = Duration::from_millis(20);
-/// After another stream's answer the collectives' stream has as long again as that took to answer, and at least this long.
+/// If another stream answers first, the collectives' stream gets as long again as that answer took, and at least this long.
 const PATIENCE: Duration = Duration::from_micros(200);
-/// So long without giving the processor away. A device that has nothing to do needs about as long.
+/// How long a question spins before it sleeps between looks: a device that has nothing to do answers in about this time. Also the length of a sleep.
 const SPIN: Duration = Duration::from_micros(50);
-/// Streams of a device that collectives may go on with. They are made one after another, and so likely in as many queues.
+/// How many spare streams a device has that collectives may go on with. They are made one after another, and so likely in as many queues.
 const SPARE: usize = 4;
 /// At most so many streams are made, one after another, to find one that shares no queue with those that it must not hold up.
 const TRIES: usize = 12;
-/// The one word of a question's signals that is used.
+/// The only word that a question uses of each of its signals.
 const BELL: Word = Word::Over(0);
-/// So many answers of a stream are kept before those of streams that are gone are looked for.
+/// From this many answers on that are kept for a stream, those about streams that are gone are dropped.
 const ANSWERS: usize = 64;
 
-/// All streams share the one queue that this process was given.
+/// Whether the environment gives this process only one hardware queue, which all streams share.
 fn is_one() -> bool {
     static ONE: OnceLock<bool> = OnceLock::new();
     *ONE.get_or_init(|| std::env::var("CUDA_DEVICE_MAX_CONNECTIONS").is_ok_and(|text| text.trim() == "1"))
@@ -62,8 +61,8 @@ fn alive(list: &[Weak<Line>]) -> Vec<DeviceStream> {
     list.iter().filter_map(Weak::upgrade).map(DeviceStream).collect()
 }
 
-/// Whether `waiting` must not hold up `line`. Two streams that run collectives of one communicator are left out: each waits only where a
-/// collective before its own is on the streams of all ranks that it needs, so they do not hold each other up for good.
+/// Whether `waiting` must not hold up `line`. Two streams that run collectives of the same communicator may do so: each waits only when the collective
+/// before its own is on the streams of all ranks that it needs, so they do not hold each other up for good.
 fn concerns(waiting: &DeviceStream, line: &DeviceStream) -> bool {
     let of = |stream: &DeviceStream| stream.0.standing.lock().comm.filter(|_| stream.0.may_move());
     waiting != line && (of(line).is_none() || of(line) != of(waiting))
@@ -83,7 +82,7 @@ impl Ways {
     }
 }
 
-/// What may go on with another stream of the driver's.
+/// Work that may go on with another stream of the driver.
 enum Course {
     /// A rank's stream, on which there is nothing yet.
     New(DeviceStream),
@@ -106,17 +105,17 @@ impl Course {
 
 /// Words in the host's memory by which a device is asked which streams hold up which.
 pub(crate) struct Probe {
-    /// For this word the streams that are to wait do so during a question; the host writes it at the end.
+    /// During a question, the streams that are to wait wait for this word; the host writes it at the end.
     gate: DeviceSignal,
-    /// One for each stream that is asked, which writes it when it gets to it.
+    /// One for each stream that is asked: the stream writes it when it comes to that write.
     bells: Vec<DeviceSignal>,
-    /// Of the last question.
+    /// The number of the last question: what its words are to show.
     turn: u32,
 }
 
 /// What becomes of a stream that collectives run on when others are to wait.
 enum Answer {
-    /// None of those holds it up.
+    /// None of the others holds it up.
     Stays,
     /// The spare stream of this index is held up by none of them.
     Moves(usize),
@@ -124,7 +123,7 @@ enum Answer {
     Unknown,
 }
 
-/// Whether `way` is known to come to new work while each of these waits.
+/// Whether `way` is known to do new work while each of these streams waits.
 fn is_apart(way: Way, waits: &[DeviceStream]) -> bool {
     waits.iter().all(|waiting| waiting.0.standing.lock().apart.contains(&way.id))
 }
@@ -135,8 +134,8 @@ impl Probe {
         Ok(Probe { gate: DeviceSignal::new(stream, 1)?, bells, turn: 0 })
     }
 
-    /// From here on, as long as it lives, collectives of this communicator run on this stream: none that waits for one may
-    /// hold it up.
+    /// From here on, as long as `line` lives, collectives of this communicator run on it: no stream that waits for a collective
+    /// may hold it up.
     pub(crate) fn admit(&mut self, line: &DeviceStream, comm: u64) {
         let context = &line.0.context;
         line.0.standing.lock().comm = Some(comm);
@@ -163,10 +162,12 @@ impl Probe {
     ) -> Result<DeviceStream, Error> {
         let context = &line.0.context;
         let mut ways = context.ways.lock();
-        let mut others: Vec<Way> = alive(&ways.lines).iter().map(|line| line.0.way()).collect();
+        // Kept until the end: the streams of a communicator that closes meanwhile are not destroyed while they are asked.
+        let lines = alive(&ways.lines);
+        let mut others: Vec<Way> = lines.iter().map(|line| line.0.way()).collect();
         others.extend(context.copies_way());
         others.push(user.0.way());
-        // Streams that are found wanting are kept until then, as the driver might give the next one the same queue.
+        // Streams that share a queue are kept until the end, as the driver might give the next one the same queue.
         let mut made = Vec::new();
         loop {
             let stream = DeviceStream::high_priority(&line.device())?;
@@ -182,22 +183,23 @@ impl Probe {
         }
     }
 
-    /// Whether a stream that waits is seen to hold up this one, which goes on as soon as the other does.
+    /// Whether `waiting` is seen to hold up `other`: `other` goes on only as soon as `waiting` does.
     fn holds_up(&mut self, context: &Arc<Context>, waiting: &DeviceStream, other: Way) -> bool {
         let waits = std::slice::from_ref(waiting);
         if matches!(self.find(context, other, &[], waits), Answer::Stays) {
             return false;
         }
-        let (bell, turn, start) = (&self.bells[0], self.turn, Instant::now());
+        let Some(bell) = self.bells.first() else { return false };
+        let (turn, start) = (self.turn, Instant::now());
         while !bell.shows(BELL, turn) && start.elapsed() < LOOK {
             std::thread::sleep(SPIN);
         }
         bell.shows(BELL, turn)
     }
 
-    /// Finds out whether these streams may wait for what nobody has put on a stream yet without holding up their device's collectives,
+    /// Finds out whether these streams may wait for work that nobody has put on a stream yet without holding up their device's collectives,
     /// which are moved to a spare stream where that helps. `false`: they may not. After `true` they count as waiting, and the caller calls
-    /// [`DeviceStream::waits_now`] once they do, or will not. None of them may have work coming that is captured into a graph.
+    /// [`DeviceStream::waits_now`] once they do, or will not. None of them may be captured into a graph meanwhile.
     /// `needs_copies`: they may not hold up copies either.
     pub(crate) fn make_way<'a>(
         &mut self,
@@ -291,7 +293,7 @@ impl Probe {
             Answer::Moves(index) => ways.spare.remove(index),
         };
         match course.go_on_with(context, next) {
-            // Tried last, next time: something may be on it yet.
+            // The stream that was left is tried last next time, as work may still be on it.
             Ok(left) => ways.spare.push(left),
             Err(error) => {
                 tracing::warn!(device = context.ordinal, "collectives keep their stream: {error}");
@@ -302,10 +304,14 @@ impl Probe {
         true
     }
 
-    /// Which of these, `way` before all others, is held up by none of `waits`.
+    /// Which of `way` and `spare` is held up by none of `waits`: `way`, if it is among them.
     fn find(&mut self, context: &Arc<Context>, way: Way, spare: &[Way], waits: &[DeviceStream]) -> Answer {
         if is_apart(way, waits) {
             return Answer::Stays;
+        }
+        // Captures have taken all words that an answer could come in (`learn`).
+        if self.bells.is_empty() {
+            return Answer::Unknown;
         }
         let asked: Vec<Way> = [way].into_iter().chain(spare.iter().copied()).take(self.bells.len()).collect();
         let known: Vec<bool> = asked.iter().map(|way| is_apart(*way, waits)).collect();
@@ -328,8 +334,8 @@ impl Probe {
         }
     }
 
-    /// Which of these come to new work while all of `waits` wait. Ends when the first of `ways` has answered, [`PATIENCE`] or longer after
-    /// another did, or after [`LOOK`] without any answer. `known`: which of them are known to do so already.
+    /// Which of `ways` do new work while all of `waits` wait. Returns when the first of `ways` has answered, [`PATIENCE`] or longer after
+    /// another one did, or after [`LOOK`] without any answer. `known`: which of `ways` are already known to go on.
     fn ask(
         &mut self,
         context: &Arc<Context>,
@@ -368,8 +374,8 @@ impl Probe {
 }
 
 impl DeviceStream {
-    /// Makes what is otherwise made when it is first needed, or could not be made then: making streams may wait for what is
-    /// on the device. To be called before anything waits for a collective. What cannot be made is done without.
+    /// Makes the other streams that the engine needs on this device. To be called before any stream waits for a collective, as making
+    /// streams may wait for what is on the device. The engine does without streams that cannot be made.
     pub(crate) fn make_ahead(&self) {
         let context = &self.0.context;
         let mut ways = context.ways.lock();
@@ -391,7 +397,7 @@ impl DeviceStream {
         self.0.standing.lock().soon += 1;
     }
 
-    /// Of a stream that was made way for: it has been made to wait, or it will not be.
+    /// Called for a stream for which way was made, when it has been made to wait, or will not be: it counts as waiting until it has come to this point.
     pub(crate) fn waits_now(&self) {
         let until = self.point();
         let mut standing = self.0.standing.lock();

@@ -1,7 +1,7 @@
-//! Whether ranks in other processes can read memory that another library allocated where it lies.
+//! Whether ranks in other processes can read another library's memory where it lies, without a copy.
 //!
-//! Handles of CUDA IPC are of what `cuMemAlloc` gave, and of nothing else: memory of the driver's pools (`cuMemAllocAsync`) and memory that
-//! was mapped piece by piece (`cuMemMap`) have none. What has none is copied first (`copied.rs`).
+//! CUDA IPC has handles only for memory that `cuMemAlloc` gave. Memory of the driver's pools (`cuMemAllocAsync`) and memory that was mapped
+//! piece by piece (`cuMemMap`) has none. What has no handle is copied first (`copied.rs`).
 
 use allstream_sys::cuda::{
     CU_POINTER_ATTRIBUTE_BUFFER_ID, CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE,
@@ -12,11 +12,11 @@ use super::context::Context;
 use super::lend::attribute;
 
 /// Shorter allocations may lie together in a block of the driver's, which a handle would share as a whole: "it is recommended to only share allocations
-/// with a 2MiB aligned size" (`cuIpcGetMemHandle`). A copy of one costs little.
+/// with a 2MiB aligned size" (`cuIpcGetMemHandle`). To copy a short one costs little.
 const SHORTEST: u64 = 2 << 20;
 
 impl Context {
-    /// Makes the name known of another library's memory, which stays where it is until its operation is over.
+    /// Enters the allocation that another library's memory lies in among those that other processes can open. The memory stays until its operation is over.
     ///
     /// # Errors
     /// Why other processes cannot open it.
@@ -41,10 +41,10 @@ impl Context {
         }
         let (mut base, mut length, mut handle) = (0, 0_usize, [0; 64]);
         let named = self.call("name another library's memory for other processes", |cuda| {
-            // SAFETY: the address is of memory that a buffer keeps; room for both answers.
+            // SAFETY: a buffer keeps the memory at this address; `base` and `length` are room for both answers.
             unsafe { cuda.mem_get_address_range(&raw mut base, &raw mut length, at) }?;
             if length as u64 >= SHORTEST {
-                // SAFETY: the beginning of that memory's allocation.
+                // SAFETY: the allocation of that memory, which the buffer keeps, begins at `base`.
                 handle = unsafe { cuda.ipc_get_mem_handle(base) }?.0;
             }
             Ok(())

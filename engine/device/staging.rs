@@ -1,4 +1,4 @@
-//! What operations on device memory are staged in: pinned memory of the host's ([`super::stripes`] has how).
+//! The memory in which operations on device memory are staged: pinned memory of the host ([`super::stripes`] says how).
 
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -11,15 +11,15 @@ use super::pinned_cache::{REST, length};
 use crate::error::Error;
 use crate::mem::PINNED;
 
-/// Pinned memory of the host's, for one operation. It holds whatever was there: nobody reads of it what was not written.
+/// Pinned host memory for one operation. It is not initialised: nobody reads a part of it before that part was written.
 pub(super) struct Block {
     start: NonNull<u8>,
     len: usize,
     context: Arc<Context>,
 }
 
-// SAFETY: it owns its memory, and gives no reference to it: whoever copies to or from it holds it, and the executor orders
-// them as it does with a user's buffer.
+// SAFETY: a block owns its memory, and gives no reference to it. Whoever copies to or from the memory holds the block, and the
+// executor orders these copies as it does for a user's buffer.
 unsafe impl Send for Block {}
 // SAFETY: as above.
 unsafe impl Sync for Block {}
@@ -42,14 +42,14 @@ impl Block {
         Ok(Block { start, len, context })
     }
 
-    /// An address in it.
+    /// The address at this offset.
     pub(super) fn at(&self, offset: usize) -> *mut u8 {
         self.start.as_ptr().wrapping_add(offset)
     }
 }
 
 impl Drop for Block {
-    /// Who drops the last handle may be the thread that everybody waits for: the driver is called by another.
+    /// The thread that drops the last handle may be one that everybody waits for, so another thread calls the driver.
     fn drop(&mut self) {
         let (block, context) = ((self.start.as_ptr().expose_provenance(), self.len), self.context.clone());
         let mut pinned = context.pinned.lock();

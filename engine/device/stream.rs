@@ -6,12 +6,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use allstream_sys::cuda::{
-    CU_STREAM_CAPTURE_STATUS_NONE, CU_STREAM_PER_THREAD, CuEvent, CuResult, CuStream, CudaError,
+    CU_STREAM_CAPTURE_STATUS_NONE, CU_STREAM_PER_THREAD, CuEvent, CuStream, CudaError,
 };
 
 use super::context::{Context, Line, Owner, Point, Way};
 use super::devices::Device;
-use super::handle::{Entered, sleep_until};
+use super::handle::{Entered, is_not_yet, sleep_until};
 use crate::error::Error;
 
 const MARK: &str = "mark a point in a stream";
@@ -37,7 +37,7 @@ impl PartialEq for DeviceStream {
 impl Eq for DeviceStream {}
 
 impl DeviceStream {
-    /// A stream of usual priority, for computing. It does not wait for the default stream, nor that for it.
+    /// A stream of usual priority, for computing. This stream and the default stream do not wait for each other.
     ///
     /// # Errors
     /// [`Error::Cuda`].
@@ -45,8 +45,8 @@ impl DeviceStream {
         DeviceStream::make(device, Owner::Ours, |_, _| 0).map(DeviceStream::made_a_callers)
     }
 
-    /// A stream of the highest priority that the device has, for communicating: its work goes first where both could
-    /// run.
+    /// A stream of the highest priority that the device has, for communicating: its work goes before that of other streams
+    /// where both could run.
     ///
     /// # Errors
     /// [`Error::Cuda`].
@@ -54,7 +54,7 @@ impl DeviceStream {
         DeviceStream::make(device, Owner::Ours, |_least, greatest| greatest).map(DeviceStream::made_a_callers)
     }
 
-    /// The same for a rank's part of collectives, which nobody else puts anything on.
+    /// The same for a rank's part of collectives: nobody else puts anything on this stream.
     pub(crate) fn of_a_rank(device: &Device) -> Result<DeviceStream, Error> {
         DeviceStream::make(device, Owner::Alone, |_least, greatest| greatest)
     }
@@ -77,16 +77,16 @@ impl DeviceStream {
     /// - it exists until every clone of the result, every buffer on it and every event recorded on it is gone, and every
     ///   [`Transfer`](super::Transfer) on it has ended.
     ///
-    /// The legacy default stream (null, or `CU_STREAM_LEGACY`) is one.
+    /// The legacy default stream (null, or `CU_STREAM_LEGACY`) is such a stream.
     ///
     /// # Errors
-    /// [`Error::Invalid`]: the per-thread default stream, which is another one on each thread, while buffers move
-    /// between threads. Give the library a stream of its own.
+    /// [`Error::Invalid`]: `raw` is the per-thread default stream. That is another stream on each thread, while buffers
+    /// move between threads. Give the library a stream of its own.
     pub unsafe fn from_raw(device: &Device, raw: *mut c_void) -> Result<DeviceStream, Error> {
         DeviceStream::of_others(device, raw, Owner::Promised)
     }
 
-    /// A stream of someone else's that exists as long as `owner` does: that is dropped with the last handle of the stream, on whatever
+    /// A stream of someone else's that exists as long as `owner` does. `owner` is dropped with the last handle of the stream, on whatever
     /// thread this happens.
     ///
     /// # Safety
@@ -113,7 +113,7 @@ impl DeviceStream {
         Ok(DeviceStream(Arc::new(Line::new(device.0.clone(), raw, owner))).made_a_callers())
     }
 
-    /// A stream of the context's own, which is there as long as that.
+    /// A handle of a stream of the driver that the context or another handle owns: the caller sees to it that the stream exists as long as this does.
     pub(super) fn of_context(context: &Arc<Context>, way: Way) -> DeviceStream {
         DeviceStream(Arc::new(Line::of(context.clone(), way, Owner::Promised)))
     }
@@ -128,7 +128,7 @@ impl DeviceStream {
         self.0.raw().0
     }
 
-    /// Calls another library in the device's context, with the driver's stream. As long as that runs no other takes its place.
+    /// Calls another library in the device's context, with the driver's stream. During the call no other stream of the driver takes its place.
     pub(crate) fn with_raw<T>(&self, doing: &str, call: impl FnOnce(CuStream) -> T) -> Result<T, Error> {
         let context = &self.0.context;
         let raw = self.0.raw();
@@ -136,7 +136,7 @@ impl DeviceStream {
         called.map_err(|error| context.tell(doing, error))
     }
 
-    /// The point that the stream has now been filled to.
+    /// Marks the point behind all that is on the stream now.
     ///
     /// # Errors
     /// [`Error::Cuda`].
@@ -146,19 +146,19 @@ impl DeviceStream {
         Ok(DeviceEvent(Arc::new(Point { context: context.clone(), raw, wakes: true })))
     }
 
-    /// The same point, for streams to wait for, and for the host to ask for or to be told of.
+    /// The same point, for streams to wait for, and for the host to ask about or to be told of (`waiter.rs`). It cannot wake a thread that sleeps.
     pub(crate) fn point(&self) -> Result<DeviceEvent, Error> {
         let context = &self.0.context;
         Ok(DeviceEvent::of(context, context.within_plainly(MARK, |entered| self.mark(entered))?))
     }
 
-    /// An event recorded here.
+    /// Records an event here.
     pub(super) fn mark(&self, entered: &Entered<'_>) -> Result<CuEvent, CudaError> {
         self.0.context.mark(entered, *self.0.raw())
     }
 
-    /// The same with an event that nobody else has, which is made if it is not there yet. Streams that were told to wait
-    /// for it wait for what it was then.
+    /// Records `event`, which nobody else has, here again; or makes it, if there is none yet. Streams that were told to wait
+    /// for it earlier still wait for the earlier point.
     pub(crate) fn record_in(&self, event: &mut Option<DeviceEvent>) -> Result<(), Error> {
         let Some(event) = event else {
             *event = Some(self.point()?);
@@ -192,11 +192,11 @@ impl DeviceStream {
         })
     }
 
-    /// Puts zeros here, into so many bytes from an address on.
+    /// Puts work here that writes zeros to `bytes` bytes from the address `at` on.
     ///
     /// # Safety
-    /// They are memory of this stream's device and in its order: nobody else touches them out of it, and they stay until the stream has come past
-    /// this.
+    /// The bytes are memory of this stream's device, which nobody touches out of the stream's order, and which exists until the stream has passed
+    /// this work.
     pub(super) unsafe fn zero(&self, at: u64, bytes: usize) -> Result<(), Error> {
         if bytes == 0 {
             return Ok(());
@@ -211,24 +211,29 @@ impl DeviceStream {
     /// Blocks until all that was put here is done.
     ///
     /// # Errors
-    /// [`Error::Cuda`]; a kernel that failed is told here too.
+    /// [`Error::Cuda`]: also if a kernel that was put on a stream of the device has failed.
     pub fn synchronize(&self) -> Result<(), Error> {
-        // What is put here later need not be waited for, should it go on elsewhere meanwhile.
+        // The lock is not held: should this go on with another stream of the driver meanwhile, what is put there need not be waited for.
         let raw = *self.0.raw();
         self.0.context.call("wait for a stream", |cuda| {
-            // SAFETY: `self` keeps the stream, and its context those that it has left.
+            // SAFETY: `self` keeps the stream; if `self` goes on with another one meanwhile, the context keeps the one that was left.
             unsafe { cuda.stream_synchronize(raw) }
         })
     }
 
-    /// Refuses `call` for this problem where what is put here now goes into a graph instead of running.
+    /// Refuses `call`, for this problem, if the stream is being captured: what is put here then goes into a graph instead of running.
     pub(crate) fn refuse_capture(&self, call: &str, problem: &str) -> Result<(), Error> {
+        if self.is_captured()? { Err(Error::invalid(call, problem)) } else { Ok(()) }
+    }
+
+    /// Whether what is put here now goes into a graph instead of running.
+    pub(super) fn is_captured(&self) -> Result<bool, Error> {
         let mut status = CU_STREAM_CAPTURE_STATUS_NONE;
         self.0.context.call_plainly("ask whether a stream is being captured", |cuda| {
             // SAFETY: `self` keeps the stream; `status` is room for the answer.
             unsafe { cuda.stream_is_capturing(*self.0.raw(), &raw mut status) }
         })?;
-        if status == CU_STREAM_CAPTURE_STATUS_NONE { Ok(()) } else { Err(Error::invalid(call, problem)) }
+        Ok(status != CU_STREAM_CAPTURE_STATUS_NONE)
     }
 }
 
@@ -252,7 +257,7 @@ impl fmt::Debug for DeviceEvent {
 }
 
 impl DeviceEvent {
-    /// Of an event of `mark`'s.
+    /// The point of an event that `mark` has recorded.
     pub(super) fn of(context: &Arc<Context>, raw: CuEvent) -> DeviceEvent {
         DeviceEvent(Arc::new(Point { context: context.clone(), raw, wakes: false }))
     }
@@ -265,7 +270,7 @@ impl DeviceEvent {
         self.0.is_complete()
     }
 
-    /// Blocks until the point is reached, asleep.
+    /// Blocks until the point is reached; the thread sleeps meanwhile.
     ///
     /// # Errors
     /// [`Error::Cuda`]: work on the device has failed.
@@ -283,8 +288,8 @@ impl DeviceEvent {
         };
         loop {
             match wait() {
-                // A capture elsewhere forbids to wait, and will be over. What was recorded into a graph never comes.
-                Err(error) if error.code.is_of_a_capture() && error.code != CuResult::CAPTURED_EVENT => {
+                // While a stream is captured elsewhere, the driver may refuse the wait; that capture will end. (An event that is in a graph is an error.)
+                Err(error) if is_not_yet(error.code) => {
                     std::thread::sleep(Duration::from_millis(1));
                 }
                 reached => return reached.map_err(|error| context.tell("wait for an event", error)),

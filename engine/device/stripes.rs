@@ -1,10 +1,10 @@
-//! Operations on device memory, through pinned memory of the host's.
+//! Operations on device memory, through pinned memory of the host.
 //!
-//! What goes in is copied to the host on the buffer's stream, a *stripe* at a time: a part of the buffers that the operation
-//! can be carried out on by itself. It starts when the first is there, works on the copy, and goes no further than what has
-//! come. What it is done with is copied back, on a stream that holds nothing but such copies, and behind the last of them
-//! the operation is finished. So one stripe is on its way from the device, another between ranks, and a third back to the
-//! device. Nobody waits in between: events and the waiter's thread lead from one to the next.
+//! The input is copied to the host on the buffer's stream, a *stripe* at a time: a part of the buffers on which the operation
+//! can be carried out by itself. The operation starts when the first stripe is there, works on the copy, and goes no further
+//! than what has come. What it is done with is copied back, on a stream that holds nothing but such copies. When the last copy
+//! is done, the operation is finished. So one stripe is on its way from the device, another between ranks, and a third back to
+//! the device. No thread waits in between: events and the waiter's thread start what comes next.
 
 use std::mem::ManuallyDrop;
 use std::ops::Range;
@@ -37,8 +37,8 @@ pub(crate) struct Item {
     pub(crate) back: bool,
 }
 
-/// Refuses `call` where a stream that it names, or that a buffer is on, is being captured: a graph would hold what ranks do together, and it would
-/// never be over.
+/// Refuses `call` if `stream`, which the call names or a buffer is on, is being captured: work of an operation between ranks would go into a graph, and
+/// the operation would never be over.
 pub(crate) fn refused_in_capture(stream: &DeviceStream, call: &str) -> Result<(), Error> {
     stream.refuse_capture(
         call,
@@ -47,7 +47,7 @@ pub(crate) fn refused_in_capture(stream: &DeviceStream, call: &str) -> Result<()
     )
 }
 
-/// What ends together: copies on one stream or several, or stripes.
+/// Several things, and what is called when all have ended: copies on one or more streams, or stripes.
 struct Together {
     left: usize,
     result: Result<(), Error>,
@@ -66,7 +66,7 @@ impl Together {
         }
     }
 
-    /// One has ended. Of the last: what is to be called, and with what.
+    /// One has ended. If it was the last: what is to be called, and the result to call it with.
     fn ended(&mut self, result: Result<(), Error>) -> Option<(Finish, Result<(), Error>)> {
         self.left -= 1;
         self.came(result);
@@ -106,19 +106,19 @@ fn after_all(events: Vec<DeviceEvent>, block: &Arc<Block>, doing: &'static str, 
 
 /// The copies back.
 struct Back {
-    /// The first stripe that has not been started.
+    /// The first stripe whose copies back have not been started.
     next: usize,
-    /// Stripes on their way; and, until all have been started, the operation.
+    /// The stripes on their way back; and, until all have been started, the operation, which counts as one more.
     running: Together,
-    /// The streams of buffers that are only written have come to the call.
+    /// The streams of buffers that are only written have come past what they held at the call.
     is_open: bool,
-    /// All has moved: what is called before the last copies end.
+    /// If the operation was over before `is_open`: what is to be called when the last copies have been started.
     begun: Option<Begun>,
-    /// Commands that are to start copies, and copies of which nobody has been able to tell yet whether they are over.
+    /// The number of commands that are still to start copies, and of stripes whose copies failed and may not be over yet.
     settling: usize,
 }
 
-/// Stripes that have not come: their numbers, and what is behind their copies to the host.
+/// Stripes that have not come yet: their numbers, and the events behind their copies to the host.
 type Rest = std::iter::Enumerate<std::vec::IntoIter<Vec<DeviceEvent>>>;
 
 /// Called when nothing more will be put on a stream for an operation.
@@ -137,7 +137,7 @@ pub(crate) struct Staged {
     commands: Arc<Commands>,
 }
 
-/// As long as this is there, copies back may be put on a stream any time.
+/// While this exists, a command may put copies back on a stream at any time.
 struct Copying(Arc<Staged>);
 
 impl Copying {
@@ -155,7 +155,7 @@ impl Drop for Copying {
 
 impl Staged {
     /// Starts the copies to the host. `items` and `stripes` are not empty.
-    /// `commands`: of the endpoint, for the copies back.
+    /// `commands`: those of the endpoint, for the copies back.
     pub(crate) fn begin(
         items: Vec<Item>,
         stripes: Vec<Stripe>,
@@ -181,7 +181,7 @@ impl Staged {
         let put = || -> Result<_, Error> {
             let fills: Vec<Vec<DeviceEvent>> =
                 (0..staged.stripes.len()).map(|i| staged.fill(i)).collect::<Result<_, _>>()?;
-            // What is copied back goes by another stream: what was there before is to be over by then.
+            // Copies back go by another stream: what the buffer's stream holds now must be over before they start.
             let only_written = staged.items.iter().filter(|item| item.back && !item.fill && item.bytes > 0);
             let outputs: Vec<DeviceEvent> =
                 only_written.map(|item| item.place.stream.point()).collect::<Result<_, _>>()?;
@@ -194,9 +194,9 @@ impl Staged {
         Ok(staged)
     }
 
-    /// Sees these stripes come, one after another: what is behind the copies of each.
+    /// Waits, by the waiter's thread, for the events of these stripes, one stripe after another.
     fn watch(self: Arc<Self>, mut stripes: Rest) {
-        // Those without copies are there: there may be thousands.
+        // Stripes without copies are there at once: in a loop, as there may be thousands.
         let next = stripes.by_ref().find(|(stripe, events)| {
             if events.is_empty() {
                 self.come(*stripe, Ok(()));
@@ -212,7 +212,7 @@ impl Staged {
         after_all(events, &self.block, IN, then);
     }
 
-    /// A stripe is there, or will not be.
+    /// A stripe is there; or, with an error, will never be.
     fn come(&self, stripe: usize, result: Result<(), Error>) {
         let filled = self.items.iter().filter(|item| item.fill);
         let mut fates = filled.filter_map(|item| item.place.fate.as_ref());
@@ -222,7 +222,7 @@ impl Staged {
         }
     }
 
-    /// The streams of what is only written have come to the call, or will not.
+    /// The streams of buffers that are only written have come past what they held at the call; or, with an error, will not.
     fn open(self: Arc<Self>, result: Result<(), Error>) {
         let begun = {
             let mut back = self.back.lock();
@@ -247,9 +247,9 @@ impl Staged {
             let place = &self.items[i].place;
             let (from, to) = self.ends(i, &range);
             place.stream.0.context.call(IN, |cuda| {
-                // SAFETY: as many bytes on both sides (`Buf`'s promise, and the block's layout), in the order of the buffer's
-                // stream. The block is held until the copy is done (`after_all`, `settle`); so is the buffer, or it is freed
-                // in order.
+                // SAFETY: both sides have this many bytes (`Buf` promises it, and the block is laid out so). The copy is in the
+                // order of the buffer's stream. The block is held until the copy is done (`after_all`, `settle`); so is the
+                // buffer, or it is freed in the order of its stream.
                 unsafe { cuda.memcpy_dtoh_async(to.cast(), from, range.len(), *place.stream.0.raw()) }
             })?;
             note(&place.stream);
@@ -257,7 +257,7 @@ impl Staged {
         streams.into_iter().map(DeviceStream::record).collect()
     }
 
-    /// Those of a stripe's pieces that are not empty, of such items.
+    /// Those pieces of a stripe that are not empty, and belong to items for which `which` is true: the item's index, and its bytes.
     fn pieces(
         &self,
         stripe: usize,
@@ -267,18 +267,18 @@ impl Staged {
         pieces.filter(move |(i, range)| which(&self.items[*i]) && !range.is_empty()).cloned()
     }
 
-    /// Bytes of an item on the device, and on the host.
+    /// Where this range of an item's bytes begins on the device, and on the host.
     fn ends(&self, item: usize, range: &Range<usize>) -> (u64, *mut u8) {
         let address = self.items[item].place.address + range.start as u64;
         (address, self.block.at(self.offsets[item] + range.start))
     }
 
-    /// Where an item's bytes are on the host.
+    /// Where an item's bytes begin on the host.
     pub(crate) fn at(&self, item: usize) -> *mut u8 {
         self.block.at(self.offsets[item])
     }
 
-    /// The memory, to be held as long as the operation may touch it.
+    /// The host memory, to be held as long as the operation may touch it.
     pub(crate) fn memory(&self) -> Arc<dyn std::any::Any + Send + Sync> {
         self.block.clone()
     }
@@ -293,10 +293,10 @@ impl Staged {
         self.stripes.len() > 1
     }
 
-    /// How many stripes have come, of which so many had before; where more are to, `waker` is woken then.
+    /// How many stripes have come; `before` of them were known to have come. If more are still to come, `waker` is woken when the next one does.
     ///
     /// # Errors
-    /// One does not come.
+    /// The cause for which a stripe will never come.
     pub(crate) fn arrived(&self, before: usize, waker: &Waker) -> Result<usize, Error> {
         let mut arrived = before;
         while let Some(ready) = self.ready.get(arrived)
@@ -318,8 +318,8 @@ impl Staged {
         }
     }
 
-    /// The operation is done with all before this point: has the copies back started of the stripes that end there. The
-    /// operation is not over yet, and its buffers are still its own.
+    /// The operation is done with all before `reach`: has a command start the copies back of the stripes that end there or
+    /// before. The operation is not over yet, and still owns its buffers.
     pub(crate) fn done(self: &Arc<Self>, reach: Reach) {
         let any = {
             let back = self.back.lock();
@@ -357,10 +357,10 @@ impl Staged {
         }
     }
 
-    /// The operation is over: starts what is left, and calls `finish` when all is back; `begun` before, when nothing more
-    /// will be put on a stream for it.
+    /// The operation is over on the host: starts the copies back that are left. Calls `begun` when nothing more will be put
+    /// on a stream for it, and `finish` when all is back.
     pub(crate) fn back(self: &Arc<Self>, begun: Begun, finish: Finish) {
-        // Nobody may be waiting any more.
+        // An error is also logged, as nobody may be waiting for the operation any more.
         let finish: Finish = Box::new(|result| {
             if let Err(error) = &result
                 && !is_of_the_end(error)
@@ -386,7 +386,7 @@ impl Staged {
         self.ended(Ok(()));
     }
 
-    /// Whether copies may be on their way that no stream of a buffer waits for.
+    /// Whether copies may be on their way for which no buffer's stream waits.
     pub(crate) fn is_settling(&self) -> bool {
         self.back.lock().settling > 0
     }
@@ -398,8 +398,8 @@ impl Staged {
         }
     }
 
-    /// Copies a stripe to the device. The buffers' streams wait for it: whatever becomes of the operation, what they hold
-    /// later comes after it. Also gives those streams.
+    /// Starts the copies of a stripe to the device. The buffers' streams wait for them, so that what is put there later comes
+    /// after them, whatever becomes of the operation. Also returns these streams.
     fn put_back(&self, stripe: usize) -> (Result<Vec<DeviceEvent>, Error>, Vec<DeviceStream>) {
         let mut streams = Vec::<DeviceStream>::new();
         for (i, _) in self.pieces(stripe, |item| item.back) {
@@ -420,10 +420,10 @@ impl Staged {
                         continue;
                     }
                     let (to, from) = self.ends(i, &range);
-                    // SAFETY: as many bytes on both sides, as in `fill`. The buffer's stream has come past what was on it
-                    // when the operation was called (its own copies' events; or `open`), and waits for this (below), or the
-                    // buffer is not given back before it is over (`settle_back`). No step of the operation writes this part
-                    // of the block any more (`done`); the block is held until the copy has ended.
+                    // SAFETY: both sides have this many bytes, as in `fill`. The buffer's stream has come past what it held at
+                    // the call (the events of its copies to the host say so, or `open`). It waits for this copy (below), or the
+                    // buffer is not given back before the copy is over (`settle_back`). No step of the operation writes this
+                    // part of the block any more (`done`); the block is held until the copy has ended.
                     unsafe {
                         context.cuda.memcpy_htod_async(to, from.cast_const().cast(), range.len(), *copies)
                     }?;
@@ -437,17 +437,17 @@ impl Staged {
         (streams.iter().map(put).collect(), streams)
     }
 
-    /// A call failed after which copies may be on the streams for copies, and buffers' streams do not wait for them. They
-    /// hold nothing that waits, so they are over shortly; that is waited for elsewhere, and no buffer is given back before.
+    /// A call failed: copies may be on the streams for copies, and the buffers' streams do not wait for them. The streams for
+    /// copies hold nothing that waits, so they end shortly. Another thread waits for that; no buffer is given back before.
     fn settle_back(self: Arc<Self>, streams: Vec<DeviceStream>, error: Error, ended: Finish) {
         self.back.lock().settling += 1;
         let busy = Busy::new();
         let wait = move || {
-            // All of them, whatever becomes of one.
+            // Waits for all of them, even if one fails.
             let over = |stream: &&DeviceStream| stream.0.context.synchronize_copies().is_ok();
             if streams.iter().filter(over).count() < streams.len() {
-                // The device has failed, and nothing runs there any more that could use the buffers; nor does anyone the
-                // block.
+                // The device has failed: nothing runs there any more that could use the buffers. The block is leaked, so that
+                // nobody uses it again.
                 std::mem::forget(self.block.clone());
             }
             self.back.lock().settling -= 1;
@@ -460,8 +460,8 @@ impl Staged {
         }
     }
 
-    /// A call failed after which copies may be on the buffers' streams. They are over when the streams are: that is waited
-    /// for elsewhere, and until then, or for good if nobody can tell, the block is held.
+    /// A call failed: copies may be on the buffers' streams. Another thread waits until these streams have ended, and holds
+    /// the block until then; or for good, if nobody can tell.
     fn settle(&self) {
         let block = self.block.clone();
         let streams: Vec<DeviceStream> = self.items.iter().map(|item| item.place.stream.clone()).collect();

@@ -43,7 +43,7 @@ fn taken<O, F>() -> Result<O, Failed<F>> {
     Err(Failed { buf: None, error: Error::invalid("await", "the result of this copy was taken already") })
 }
 
-/// The host cannot wait for what goes into a graph.
+/// Refuses `doing` on a stream that is being captured: the host cannot wait for what goes into a graph.
 pub(super) fn refused_in_capture(stream: &DeviceStream, doing: &str) -> Result<(), Error> {
     stream.refuse_capture(
         doing,
@@ -53,15 +53,15 @@ pub(super) fn refused_in_capture(stream: &DeviceStream, doing: &str) -> Result<(
 }
 
 impl<O, F> Transfer<O, F> {
-    /// What was refused, or had nothing to do.
+    /// A transfer that has ended already: it was refused, or had nothing to do.
     pub(super) fn ended(result: Result<O, Failed<F>>) -> Transfer<O, F> {
         Transfer(State::Ended(Some(result)))
     }
 
-    /// Blocks until it is done, asleep.
+    /// Blocks until the copy is done; the thread sleeps meanwhile.
     ///
     /// # Errors
-    /// As awaiting it.
+    /// The same as when it is awaited.
     pub fn wait(self) -> Result<O, Failed<F>> {
         let result = match self.0 {
             State::Running(promise) => promise.wait(),
@@ -84,7 +84,7 @@ impl<O: Send + 'static, F: Send + 'static> Transfer<O, F> {
         transfer
     }
 
-    /// Holds `held` until what comes beside it is called.
+    /// Holds `held` until the function that is returned with the transfer is called.
     pub(super) fn pending<K: Send + 'static>(
         held: K,
         doing: &'static str,
@@ -130,7 +130,7 @@ impl<O: Send + 'static, F: Send + 'static> Transfer<O, F> {
                 Transfer::after(DeviceEvent::of(context, event), held, doing, settle)
             }
             Err(error) => {
-                // Whether anything was put there or not, it is over when the stream is.
+                // Whatever was put on the stream, if anything, is over when the stream is.
                 let over = stream.synchronize().is_ok();
                 let held = if over {
                     Some(held)
@@ -156,7 +156,7 @@ impl<O, F> Future for Transfer<O, F> {
     }
 }
 
-/// Waits for a [`DeviceEvent`]: what `.await` on one makes.
+/// Waits for a [`DeviceEvent`]: the future that `.await` on an event makes.
 #[derive(Debug)]
 pub struct Reached(Transfer<()>);
 

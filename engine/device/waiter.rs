@@ -1,11 +1,11 @@
-//! One thread of the process that sees device work end, for futures and for memory that is held until then.
+//! A thread of the process that finds out when work on devices has ended: for futures, and for memory that is held until then.
 //!
-//! It sleeps until the driver calls. For each event that is waited for, a stream that has nothing else to do waits for it
-//! and then calls [`ring`] on the host (`cuLaunchHostFunc`); the thread asks the event and does the rest, since such a
-//! function may call no function of the driver, and holds its stream up. So no stream of the user's, nor of another
-//! library's, ever waits for host code.
+//! The thread sleeps until the driver calls. For each event that is waited for, a stream that has nothing else to do waits for
+//! the event and then calls [`ring`] on the host (`cuLaunchHostFunc`). Such a function may not call the driver, and holds its
+//! stream up; so it only wakes the thread, which asks about the event and does the rest. So no stream of the user's, nor of
+//! another library's, ever waits for host code.
 //!
-//! The driver does not call once work in the context has failed, so the thread also asks every event now and then.
+//! The driver does not call once work in the context has failed, so the thread also asks about every event now and then.
 
 use std::collections::BTreeMap;
 use std::ffi::c_void;
@@ -41,10 +41,10 @@ pub(super) type Then = Box<dyn FnOnce(Outcome) + Send>;
 /// What is called when an operation on a device is over: once, on any thread.
 pub(crate) type Finish = Box<dyn FnOnce(Result<(), Error>) + Send>;
 
-/// How far that has come which matters on a stream.
+/// How far the work that matters on a stream has come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Stage {
-    /// Not all of it is on the stream, whose end says nothing yet.
+    /// Not all of it is on the stream yet: that the stream has come to its end says nothing.
     Coming,
     /// All of it is on the stream.
     There,
@@ -54,7 +54,7 @@ pub(crate) enum Stage {
 /// What is waited for.
 enum What {
     Event(DeviceEvent),
-    /// That this stream fails, or comes to its end, as long as what matters on it is not over.
+    /// Until this stream has failed, or has come to its end, while `stage` says that the work that matters on it is not over.
     Stream {
         stream: DeviceStream,
         stage: Box<dyn Fn() -> Stage + Send>,
@@ -75,7 +75,7 @@ struct Entry {
     /// The stream that waits for the event. `None`: none does, the thread has to ask.
     notifier: Option<CuStream>,
     asked: bool,
-    /// Not to be waited for any longer.
+    /// When the wait is given up.
     until: Option<Instant>,
     then: Then,
     /// Dropped last.
@@ -101,15 +101,15 @@ static WAITER: Waiter = Waiter {
     bell: Condvar::new(),
 };
 
-/// Every event is asked this often, in case the driver will not call.
+/// How often the thread asks about every event, in case the driver does not call.
 const SWEEP: Duration = Duration::from_millis(20);
-/// Where an event has no stream that waits for it.
+/// The same for an event for which no stream waits.
 const ASK: Duration = Duration::from_millis(1);
 /// How often streams are asked whether they have failed.
 const ERRORS: Duration = Duration::from_millis(5);
 
-/// With no event to ask for, the thread looks as often for so long, so that who watches one event after another need not wake it each
-/// time.
+/// When nothing is waited for, the thread still looks every [`SWEEP`] for this long before it sleeps, so that a thread which watches one event after
+/// another need not wake it each time.
 const LINGER: Duration = Duration::from_millis(200);
 
 /// What the driver calls on its own thread: `token` is a number, not an address.
@@ -123,10 +123,10 @@ pub(super) fn watch(event: DeviceEvent, then: Then) {
     watch_until(event, None, then);
 }
 
-/// The same, where `then` is to be called after this time in any case: what becomes of the event is then unknown.
+/// The same, but the wait is given up at `until`: `then` is called with [`Outcome::Unknown`] if the event has not been reached by then.
 pub(super) fn watch_until(event: DeviceEvent, until: Option<Instant>, then: Then) {
     if !is_started() {
-        // The system has no thread to give: this one has to wait itself.
+        // The system has no thread to give: this thread has to wait itself, whatever `until` is.
         let outcome = settle(&event, event.wait().err());
         return then(outcome);
     }
@@ -152,7 +152,7 @@ pub(super) fn watch_until(event: DeviceEvent, until: Option<Instant>, then: Then
     }
 }
 
-/// Whether there is the thread.
+/// Starts the thread, if it has not been started. Returns whether there is one.
 fn is_started() -> bool {
     static STARTED: OnceLock<bool> = OnceLock::new();
     *STARTED.get_or_init(|| {
@@ -174,7 +174,7 @@ fn enter(entry: Entry) -> u64 {
     token
 }
 
-/// Calls `finish` with how it ended: an error says that it was while doing this.
+/// Calls `finish` with how it ended: an error says that it came while `doing`.
 fn finishing(doing: &'static str, finish: Finish) -> Then {
     Box::new(move |outcome| match outcome {
         Outcome::Reached => finish(Ok(())),
@@ -182,8 +182,8 @@ fn finishing(doing: &'static str, finish: Finish) -> Then {
     })
 }
 
-/// Has a stream asked now and then whether work on it has failed, until `stage` says that what matters is over. Calls `finish` with what has
-/// failed; or when the stream has come to its end, although `stage` does not say so. No call of the driver's.
+/// Has the thread ask now and then whether work on a stream has failed, until `stage` says that what matters is over. Calls `finish` with the failure;
+/// or, if the stream has come to its end while `stage` still says [`Stage::There`], with `Ok`. This function itself makes no call of the driver.
 pub(crate) fn watch_stream(
     stream: &DeviceStream,
     doing: &'static str,
@@ -204,11 +204,11 @@ pub(crate) fn watch_stream(
     });
 }
 
-/// What is to be made of an answer of the driver's other than "not yet".
+/// The outcome that follows from an answer of the driver about an event other than "not yet".
 fn settle(event: &DeviceEvent, error: Option<Error>) -> Outcome {
     match error {
         None => Outcome::Reached,
-        // The error may be of other work. What counts for memory is whether that before the event is over.
+        // The error may come from other work. What counts for memory is whether the work before the event is over.
         Some(error) if event.wait().is_ok() => Outcome::Over(error),
         Some(error) => Outcome::Unknown(error),
     }
@@ -227,7 +227,7 @@ impl Entry {
     /// How it ended, if it has.
     fn ask(&self) -> Option<Outcome> {
         let context = self.what.context();
-        // Before the driver is asked: what comes to the stream behind its answer is not in that.
+        // `stage` is asked before the driver is, as the driver's answer says nothing about work that comes to the stream later.
         let stage = match &self.what {
             What::Event(_) => Stage::There,
             What::Stream { stage, .. } => stage(),
@@ -261,7 +261,7 @@ impl Entry {
 
     fn end(self, outcome: Outcome) {
         if let Some(notifier) = self.notifier {
-            self.what.context().give_back(notifier);
+            self.what.context().give_back(notifier, !matches!(outcome, Outcome::Unknown(_)));
         }
         // Wakers are a runtime's code, and what is dropped may be a user's.
         if catch_unwind(AssertUnwindSafe(|| (self.then)(outcome))).is_err() {
@@ -270,7 +270,7 @@ impl Entry {
     }
 }
 
-/// When the thread last asked every event, and when there last was one.
+/// When the thread last asked about every event, and when there last was anything to wait for.
 struct Clock {
     swept: Instant,
     busy: Instant,
@@ -279,7 +279,7 @@ struct Clock {
 impl Waiter {
     fn run(&self) {
         never_block_here();
-        // Events are asked for all the time, whoever captures what.
+        // The thread asks about events at any time, so its calls must not break captures of other threads.
         let _relaxed = cuda().map(relaxed);
         let mut clock = Clock { swept: Instant::now(), busy: Instant::now() };
         loop {
@@ -337,7 +337,7 @@ impl Waiter {
 }
 
 impl DeviceEvent {
-    /// Calls `finish` when the point is reached, or will not be.
+    /// Calls `finish` when the point is reached, or cannot be reached any more.
     pub(crate) fn then(self, doing: &'static str, finish: Finish) {
         watch(self, finishing(doing, finish));
     }

@@ -1,8 +1,8 @@
 //! [`Whole`]: a library that takes a collective whole, and moves and combines everything by itself.
 //!
-//! The engine calls it when all ranks have called the same, which the host's links have found out by then
+//! The engine calls the library once all ranks have called the same operation, which they find out over the host's links
 //! (`WholeOp`, `device/carriers/whole.rs`). So a library never sees ranks that disagree, nor waits for one that does not call.
-//! `docs/adr/0026-whole-collectives.md` has the walk, and the locks.
+//! `docs/adr/0026-whole-collectives.md` describes each step, and the locks.
 
 mod order;
 
@@ -23,8 +23,8 @@ pub(crate) struct Piece {
     /// Equal to `output` in a call in place.
     pub(crate) input: *const u8,
     pub(crate) output: *mut u8,
-    /// Elements, as the collective counts them. With a count for each rank: of all ranks together; without a meaning where a rank knows its own
-    /// counts alone.
+    /// Elements, as the collective counts them. With a count for each rank: those of all ranks together; meaningless in a collective in which each rank
+    /// knows only its own counts.
     pub(crate) count: usize,
     pub(crate) dtype: DType,
     /// With a count for each rank: where the blocks are, in the input and in the output. In a call in place the input has none of its own.
@@ -48,7 +48,7 @@ impl Piece {
         self.count * self.dtype.size()
     }
 
-    /// Block `block` of `memory`, which has one of `count` elements for each rank.
+    /// Where block `block` of `memory` is, which has a block of `count` elements for each rank.
     pub(crate) fn block(&self, memory: *mut u8, block: Rank) -> *mut u8 {
         memory.wrapping_add(block * self.bytes())
     }
@@ -80,7 +80,7 @@ pub(crate) struct WholeCall {
     pub(crate) kind: Kind,
     /// 0 where there is none.
     pub(crate) root: Rank,
-    /// Without a meaning where nothing is reduced.
+    /// Meaningless where nothing is reduced.
     pub(crate) op: ReduceOp,
     /// What this rank's input is multiplied by first.
     pub(crate) scale: Option<f64>,
@@ -92,38 +92,38 @@ pub(crate) struct WholeCall {
 #[derive(Clone, Copy)]
 pub(crate) struct Moved {
     pub(crate) peer: Rank,
-    /// Else it is received.
+    /// Whether this rank sends the message; otherwise it receives it.
     pub(crate) is_sent: bool,
-    /// On the device.
+    /// An address on the device.
     pub(crate) memory: *mut u8,
     pub(crate) bytes: usize,
 }
 
-/// What messages on a device's memory go by, on a communicator that a library has taken over.
+/// How messages of device memory are moved on a communicator whose operations a library takes.
 pub(crate) struct MessagePath {
     pub(crate) whole: Arc<dyn Whole>,
     pub(crate) order: Arc<LaunchOrder>,
     /// What calls the library and the driver for the messages.
     pub(crate) commands: Arc<Commands>,
-    /// For messages alone: while one waits there for its other end, what devices run by plans goes on beside it.
+    /// A stream for messages alone: while a message waits there for its other end, collectives that devices run by plans go on beside it.
     pub(crate) stream: DeviceStream,
     /// The communicator, for errors.
     pub(crate) comm: String,
-    /// Of who drives it.
+    /// Wakes whoever drives the communicator.
     pub(crate) waker: Waker,
 }
 
-// SAFETY: as of `Piece`.
+// SAFETY: as for `Piece`.
 unsafe impl Send for Moved {}
 
-/// How far a library has got with what it was given last: its own making, or a call.
+/// How far a library has got with what it was told to do last: to make its end of a communicator, or a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Standing {
-    /// It works at it on the host. Of a call on a device, not all is on the stream yet.
+    /// The library is still at work on the host. If the call is on device memory, not all of it is on the stream yet.
     InProgress,
-    /// Of a call on a device: all of it is on the stream, which comes to its end when the call does.
+    /// For a call on device memory: all of it is on the stream, and ends when the stream has come to that point.
     OnStream,
-    /// It is done. Of a call on the host's memory, the results are there.
+    /// The library is done. If the call is on host memory, the results are there.
     #[cfg_attr(
         not(any(test, feature = "testing")),
         expect(dead_code, reason = "the only library that takes the host's memory is one for tests")
@@ -131,20 +131,20 @@ pub(crate) enum Standing {
     Over,
 }
 
-/// One rank's end of what a library has of a communicator: of NCCL, an `ncclComm_t`.
+/// One rank's end of a library's own communicator: for NCCL, an `ncclComm_t`.
 ///
-/// One thread at a time calls `submit`, `exchange` and `poll`: of memory on a device, the one that carries the communicator's commands out. They
-/// may block as long as the driver does. The others do not block.
-/// [`check`](Witness::check) tells from any thread whether it has failed, at anything, by now; after an abort it has.
+/// One thread at a time calls `submit`, `exchange` and `poll`: for device memory, the one that carries the communicator's commands out. They, and
+/// `get_ready`, may block as long as the driver does. The others do not block.
+/// [`check`](Witness::check) tells any thread whether the library has failed, at anything, by now; after an abort it counts as failed.
 pub(crate) trait Whole: Witness {
     /// The library and its version, for people.
     fn name(&self) -> &str;
 
-    /// Whether it takes such a call. What it answers depends on what all ranks of a call have in common, and on what all of them
-    /// compared when the communicator was bound.
+    /// Whether it takes such a call. The answer depends only on what all ranks of a call have in common, and on what all of them
+    /// compared when the communicator was bound: so it is the same on all ranks.
     fn takes(&self, call: &WholeCall) -> bool;
 
-    /// Gets what such a call on this stream will need of the device's driver, when it is made: at its turn nothing may wait for the device.
+    /// Called when such a call is made: gets from the driver what it will need on this stream, as at the call's turn nothing may wait for the device.
     fn get_ready(&self, _: &WholeCall, _stream: &DeviceStream) -> Result<(), Error> {
         Ok(())
     }
@@ -153,10 +153,10 @@ pub(crate) trait Whole: Witness {
     ///
     /// # Safety
     /// The memory is as long as the call says, the inputs are valid for reads and the outputs for writes, and nobody else touches
-    /// them out of the stream's order, until the call has ended, or [`is_quiet`](Self::is_quiet) says that the abort has.
+    /// them out of the stream's order, until the call has ended; or, after an abort, until [`is_quiet`](Self::is_quiet) is true.
     unsafe fn submit(&self, call: WholeCall, stream: Option<&DeviceStream>) -> Result<(), Error>;
 
-    /// Whether what it said to have failed is not to be told yet, as somebody else will soon say more of it. Nothing of it counts as done meanwhile.
+    /// Whether its failure is not to be reported yet, as the driver will soon say more about the cause. Meanwhile no call counts as done.
     fn gives_way(&self) -> bool {
         false
     }
@@ -166,37 +166,37 @@ pub(crate) trait Whole: Witness {
         false
     }
 
-    /// Begins to move messages, all at once, on the stream. Their other ends do so, too, if not all at once. Nothing else is in
-    /// progress.
+    /// Begins to move these messages, all at once, on the stream. The ranks at their other ends do the same, perhaps not all at
+    /// once. Nothing else is in progress.
     ///
     /// # Safety
-    /// As of [`submit`](Self::submit).
+    /// As for [`submit`](Self::submit).
     unsafe fn exchange(&self, _: &[Moved], _stream: &DeviceStream) -> Result<(), Error> {
         Err(Error::system("give messages to a library", "it moves none (a bug)"))
     }
 
-    /// What keeps an operation from its end that was called on all ranks concerned: the library, or what is due before it.
+    /// What an operation that all its ranks have called is still waiting for: the library, and the operation that is to be launched before it, if any.
     fn not_ended(&self, turn: Option<&Turn>) -> MissingState {
         let behind = turn.and_then(Turn::before).map(|before| format!(" (behind {before})"));
         MissingState::NotEnded { by: self.name().to_owned() + &behind.unwrap_or_default() }
     }
 
-    /// How far it is with that.
+    /// How far it is with what was begun last.
     fn poll(&self) -> Result<Standing, Error>;
 
-    /// Ends whatever it does: the communicator is dead. Called again it does nothing.
+    /// Ends whatever the library does, as the communicator is dead. A second call does nothing.
     fn abort(&self);
 
-    /// Whether, after an abort, this rank's end touches no memory any more but by what is on the stream.
+    /// Whether, after an abort, this rank's end touches memory only by work that is on the stream.
     fn is_quiet(&self) -> bool;
 }
 
 /// Whether a library takes several ranks on one device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Sharing {
-    /// This version does not know how.
+    /// This version of the library cannot.
     Unknown,
-    /// It would, if the environment gave it leave.
+    /// It would, but the environment does not allow it.
     NoLeave,
     Yes,
 }
@@ -226,14 +226,14 @@ pub(crate) trait Library: Send + Sync {
 /// Bytes of an id: as many as NCCL's has.
 pub(crate) const ID: usize = 128;
 
-/// What a communicator is bound to that takes its operations whole.
+/// The library to which a communicator is bound, and which takes its operations whole.
 #[derive(Clone)]
 pub(crate) struct BoundWhole {
     pub(crate) whole: Arc<dyn Whole>,
-    /// The order of launches on the rank's device; none where the host's memory is meant.
+    /// The order of launches on the rank's device; `None` if the library takes the host's memory.
     pub(crate) order: Option<Arc<LaunchOrder>>,
     /// The device, by its identity.
     pub(crate) device: Option<[u8; 16]>,
-    /// A number made of its id, the same on all ranks.
+    /// A number made from the id ([`Library::id`]), the same on all ranks.
     pub(crate) number: u64,
 }

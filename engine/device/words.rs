@@ -1,10 +1,10 @@
 //! Words of host memory that streams of devices in several processes write and wait for.
 //!
-//! They lie in memory that processes share, and each process makes them known to its own devices
-//! (`cuMemHostRegister`). A stream writes a word behind its earlier work (`cuStreamWriteValue32`, which orders what was
-//! written before it), and a stream of another process waits for it (`cuStreamWaitValue32`). What makes them different
-//! from events between processes: a wait for an event stands for what was recorded at the call, so nobody can end it
-//! where that process has died, while a word is memory, and a plain store of the host ends every wait for it.
+//! They lie in memory that processes share, and each process registers them with its own devices (`cuMemHostRegister`).
+//! A stream writes a word after its earlier work (`cuStreamWriteValue32`, after everything that the stream wrote before),
+//! and a stream of another process waits for the word (`cuStreamWaitValue32`). Events between processes would not do: a
+//! wait for an event is a wait for what was recorded at the call, so nobody can end it once the process that recorded it
+//! has died. A word is memory: the host can end every wait for it by a plain store of a large enough value.
 
 use std::any::Any;
 use std::ptr::NonNull;
@@ -19,38 +19,38 @@ use super::context::Context;
 use super::stream::DeviceStream;
 use crate::error::Error;
 
-/// A page of words, known to the driver until this goes.
+/// A page of words, registered with the driver until this is dropped.
 pub(crate) struct SharedWords {
     context: Arc<Context>,
     at: NonNull<u8>,
     bytes: usize,
     address: CuDevicePtr,
-    /// What keeps the memory mapped.
+    /// Keeps the memory mapped.
     _mapping: Arc<dyn Any + Send + Sync>,
 }
 
-// SAFETY: memory that is only ever used as atomic words, which `_mapping` keeps; the driver may be called from any thread.
+// SAFETY: the memory at `at` is only ever used as atomic words, and `_mapping` keeps it mapped; any thread may call the driver.
 unsafe impl Send for SharedWords {}
 // SAFETY: as above.
 unsafe impl Sync for SharedWords {}
 
 impl Drop for SharedWords {
     fn drop(&mut self) {
-        self.context.close("take back words that processes share", |cuda| {
-            // SAFETY: registered in `register`, once. Whoever drops this has waited for the streams that use the words
-            // (`retire`).
+        self.context.close("unregister the words that processes share", |cuda| {
+            // SAFETY: `register` has registered the memory, once. Whoever drops this has waited for the streams that use the
+            // words, if any do (`retire`).
             unsafe { cuda.mem_host_unregister(self.at.as_ptr().cast()) }
         });
     }
 }
 
 impl SharedWords {
-    /// Makes memory known to the device of `stream`.
+    /// Registers memory with the driver, as words for the device of `stream`.
     ///
     /// # Safety
     /// - `bytes` bytes at `at`, whole pages, stay mapped as long as `mapping` lives;
     /// - everybody uses them as atomic words of 32 bits only;
-    /// - they are not known to the driver yet.
+    /// - they are not registered with the driver yet.
     pub(crate) unsafe fn register(
         stream: &DeviceStream,
         (at, bytes): (NonNull<u8>, usize),
@@ -59,47 +59,47 @@ impl SharedWords {
         let context = &stream.0.context;
         context.call("register words that processes share", |cuda| {
             let flags = CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP;
-            // SAFETY: the caller's promise; unregistered with the result.
+            // SAFETY: the caller vouches for the memory. It is unregistered when the result is dropped.
             unsafe { cuda.mem_host_register(at.as_ptr().cast(), bytes, flags) }?;
             let context = context.clone();
             let mut words = SharedWords { context, at, bytes, address: 0, _mapping: mapping };
-            // SAFETY: just registered.
+            // SAFETY: the memory was just registered, and mapped for devices.
             words.address = unsafe { cuda.mem_host_get_device_pointer(at.as_ptr().cast(), 0) }?;
             Ok(words)
         })
     }
 
-    /// The word that begins so many bytes from the start; one of those there are.
+    /// The offset of the word that begins at byte `at`. Any other `at` gives the offset of some word of the page.
     fn offset(&self, at: usize) -> usize {
         debug_assert!(at.is_multiple_of(4) && at + 4 <= self.bytes);
         at.min(self.bytes - 4) & !3
     }
 
-    /// The word, for the host.
+    /// The word that begins at byte `at`, for the host.
     pub(crate) fn word(&self, at: usize) -> &AtomicU32 {
-        // SAFETY: in the mapping (`offset`), which `self` keeps; aligned; and used by everybody as an atomic word.
+        // SAFETY: `offset` gives an aligned place in the mapping, which `self` keeps, and everybody uses its words as atomic words.
         unsafe { &*self.at.as_ptr().add(self.offset(at)).cast::<AtomicU32>() }
     }
 
-    /// Whether the word shows `value` or more, on a circle.
+    /// Whether the word shows `value` or more, modulo 2^32: whether `word - value` is not negative as an `i32`.
     pub(crate) fn shows(&self, at: usize, value: u32) -> bool {
         self.word(at).load(Ordering::Acquire).wrapping_sub(value).cast_signed() >= 0
     }
 }
 
 impl DeviceStream {
-    /// Work put here after this call starts only once the word shows `value` or more, on a circle. Any store ends it.
+    /// Work put on this stream after this call starts only once the word [shows](SharedWords::shows) `value` or more, whoever stores that.
     pub(crate) fn wait_word(&self, words: &SharedWords, at: usize, value: u32) -> Result<(), Error> {
         let wait = CuStreamMemOp::wait(words.address + words.offset(at) as u64, value);
         self.put_words("make a stream wait for another process", &mut [wait])
     }
 
-    /// Writes these words, each with its value, when the stream comes here, behind everything that it wrote before.
+    /// Makes the stream write these words, each with its value, when it comes here: after everything that it wrote before.
     pub(crate) fn put_shared(&self, words: &SharedWords, all: &[(usize, u32)]) -> Result<(), Error> {
         let write = |(at, value): &(usize, u32)| {
             CuStreamMemOp::write(words.address + words.offset(*at) as u64, *value)
         };
         let mut all: Vec<_> = all.iter().map(write).collect();
-        self.put_words("tell another process what a stream has come to", &mut all)
+        self.put_words("tell another process how far a stream is", &mut all)
     }
 }

@@ -1,4 +1,4 @@
-//! Limits of a process: the system names them by a number, a person needs their names, what they are set to, and what raises them.
+//! Limits of a process. When one is met, the system gives an error number; the texts here add its name, its value, and how to raise it.
 
 use std::io;
 
@@ -9,12 +9,12 @@ fn errno(error: &io::Error) -> Option<Errno> {
     error.raw_os_error().map(Errno::from_raw_os_error)
 }
 
-/// Whether this process, or its machine, has run out of something: a try at another address would end alike.
+/// Whether this process, or its machine, has run out of something, so that a try at another address would fail, too.
 pub(crate) fn is_limit(error: &io::Error) -> bool {
     matches!(errno(error), Some(Errno::MFILE | Errno::NFILE | Errno::NOMEM | Errno::NOBUFS))
 }
 
-/// The system's words, and the limit that was met, where it is one.
+/// The system's words, with the limit that was met, if one was.
 pub(crate) fn explained(error: &io::Error) -> String {
     let set = |resource| getrlimit(resource).current;
     match errno(error) {
@@ -39,8 +39,8 @@ pub(crate) fn explained(error: &io::Error) -> String {
     }
 }
 
-/// Whether this process may make a file so long. Asked before, for the system answers one that is too long by a signal that ends
-/// the process (SIGXFSZ).
+/// Whether this process may make a file of so many bytes. To be asked before it does: the system answers a file that is too long by
+/// a signal that ends the process (SIGXFSZ).
 ///
 /// # Errors
 /// The limit by its name, and what raises it.

@@ -1,4 +1,4 @@
-//! Whom an error is about: the members of a communicator, as ranks of the world; and where this rank's flight recorder is.
+//! Which communicator an error is about: its members, as ranks of the world, and the file of this rank's flight recorder.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -8,23 +8,23 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use crate::types::Rank;
 
 /// The members of the communicator that an error is about. In a group a rank is named twice, `rank 0 (world rank 3)`, so that
-/// nobody takes it for another: the first number is its place in the group, the second its place in the world.
+/// nobody takes it for another rank: the first number is its place in the group, the second its place in the world.
 ///
-/// With them goes the file that this rank writes about what was under way ([`Error::record`](super::Error::record)).
+/// The members come with the name of the file in which this rank records what was under way ([`Error::record`](super::Error::record)).
 ///
-/// It is set where an error becomes that of a communicator, so all members are equal: errors are compared by what they say. It is
-/// one pointer, as every operation moves room for an error: nothing until a communicator has taken the error.
+/// An error has no members until it becomes that of a communicator. Any two values compare equal, so that errors are compared by their
+/// other fields. The type is one pointer, because every operation moves room for an error.
 #[derive(Clone, Default)]
 pub struct Members(Option<Arc<Known>>);
 
 #[derive(Default)]
 struct Known {
-    /// Empty where it is the world's own communicator.
+    /// Empty for the world's own communicator.
     world_ranks: Vec<Rank>,
     record: Option<Arc<RecordFile>>,
 }
 
-/// Where a rank's flight recorder goes. Errors name the file, as long as it is, or is to be, there.
+/// The file of a rank's flight recorder. Errors name the file unless writing it has failed.
 #[derive(Debug)]
 pub(crate) struct RecordFile {
     path: PathBuf,
@@ -40,14 +40,14 @@ impl RecordFile {
         &self.path
     }
 
-    /// It could not be written: it is named no more.
+    /// The file could not be written: from now on no error names it.
     pub(crate) fn lose(&self) {
         self.is_lost.store(true, Ordering::Relaxed);
     }
 }
 
 impl Members {
-    /// All ranks of the world, whose own communicator it is: they have one number.
+    /// The members of the world's own communicator: all ranks of the world. Each has the same number in both.
     pub(crate) fn world() -> Members {
         Members(Some(Arc::default()))
     }
@@ -57,7 +57,7 @@ impl Members {
         Members(Some(Arc::new(Known { world_ranks: world_ranks.to_vec(), record: None })))
     }
 
-    /// The same, with the file of this rank's flight recorder.
+    /// The same members, with the file of this rank's flight recorder.
     pub(crate) fn recorded_in(self, record: Option<Arc<RecordFile>>) -> Members {
         let world_ranks = self.0.map_or(Vec::new(), |known| known.world_ranks.clone());
         Members(Some(Arc::new(Known { world_ranks, record })))
@@ -69,29 +69,29 @@ impl Members {
         (!file.is_lost.load(Ordering::Relaxed)).then_some(file.path())
     }
 
-    /// The end of a text that says where the flight recorder is.
+    /// The end of an error's text, which says where the flight recorder is; empty if there is none.
     pub(super) fn see_record(&self) -> String {
         self.record().map_or(String::new(), |path| format!(" (flight recorder: {})", path.display()))
     }
 
-    /// Whether a communicator has been named.
+    /// Whether these are the members of a communicator, and not unknown.
     pub(super) fn are_known(&self) -> bool {
         self.0.is_some()
     }
 
-    /// Takes these where no communicator has been named yet.
+    /// Becomes `members` if no communicator is known yet.
     pub(super) fn become_known(&mut self, members: &Members) {
         if self.0.is_none() {
             *self = members.clone();
         }
     }
 
-    /// The world rank of a member: another number than its rank in a group only.
+    /// The world rank of a member. It differs from the member's own rank only in a group.
     pub(super) fn world_rank(&self, rank: Rank) -> Rank {
         self.in_world(rank).unwrap_or(rank)
     }
 
-    /// The same, where there are two numbers.
+    /// The same; `None` if the member has one number only, or is not known.
     fn in_world(&self, rank: Rank) -> Option<Rank> {
         self.0.as_ref()?.world_ranks.get(rank).copied()
     }
@@ -147,13 +147,13 @@ mod tests {
         let of_world = error.clone().among(&Members::world()).among(&group);
         assert_eq!((of_world.to_string(), of_world.world_rank(2)), (plain.to_owned(), 2));
         assert_eq!(of_world, of_group, "errors are compared by what they say");
-        // What no member is has no other name.
+        // A number that no member has gets no second number.
         assert_eq!(group.rank(9).to_string(), "rank 9");
     }
 
     #[test]
     fn an_error_is_no_longer_than_what_is_copied_at_once() {
-        // Beyond 128 bytes a copy takes more instructions: every operation paid for it, of 5,506 at 4 B, 79 more.
+        // A copy of more than 128 bytes takes more instructions, for which every operation pays: 79 of 5,506 at 4 B.
         assert!(size_of::<Error>() <= 128, "{}", size_of::<Error>());
     }
 

@@ -1,11 +1,11 @@
-//! The longer texts of errors: of messages that do not come, and of calls that disagree.
+//! The longer texts of errors: for messages that do not come, and for calls that disagree.
 
 use std::fmt;
 
 use super::{Members, Missing, MissingState, Operation, Waiting};
 use crate::types::{Rank, Signature};
 
-/// What has come from a rank, and was not received.
+/// The messages that have come from a rank and were not received, in words.
 pub(crate) fn unreceived(from: impl fmt::Display, pending: &[Signature]) -> String {
     if pending.is_empty() {
         return format!("nothing else is pending from {from}");
@@ -13,7 +13,7 @@ pub(crate) fn unreceived(from: impl fmt::Display, pending: &[Signature]) -> Stri
     format!("pending from {from}: {}", by_tag(pending))
 }
 
-/// What has come from a rank that has left, and was not received.
+/// The same for a rank that has left; empty if there are no such messages.
 pub(super) fn pending(waiting: &Option<Box<Waiting>>, rank: Rank, members: &Members) -> String {
     let pending = waiting.as_ref().map(|waiting| &waiting.pending).filter(|pending| !pending.is_empty());
     pending.map(|pending| format!("; {}", unreceived(members.rank(rank), pending))).unwrap_or_default()
@@ -37,7 +37,7 @@ pub(super) fn needed(
     }
 }
 
-/// What a rank waits to receive from `us`.
+/// The messages that a rank waits to receive from `us`, in words; empty if there are none.
 pub(super) fn not_sent(awaited: &[Signature], us: String) -> String {
     if awaited.is_empty() {
         return String::new();
@@ -45,10 +45,10 @@ pub(super) fn not_sent(awaited: &[Signature], us: String) -> String {
     format!("; it waits to receive from {us}: {}", by_tag(awaited))
 }
 
-/// What to do where two ranks send to each other, and neither comes to its receive.
+/// What to do if two ranks send to each other first, so that neither comes to its receive; empty if that is not the case.
 pub(super) fn both_send(missing: &str, pending: &[Signature]) -> &'static str {
     if missing == "recv" && !pending.is_empty() {
-        "; where each of two ranks sends to the other first, send_recv does both at once"
+        "; if two ranks each send to the other first, use send_recv, which does both at once"
     } else {
         ""
     }
@@ -65,7 +65,7 @@ fn by_tag(messages: &[Signature]) -> String {
     messages.iter().map(one).collect::<Vec<_>>().join("; ")
 }
 
-/// The operation that timed out: of a message what was called, which follows from the call that it waits for.
+/// The operation that timed out. A message is named by the call of this rank, which is the counterpart of the call that it waits for.
 pub(super) fn timed_out(operation: &Operation, missing: &[Missing], members: &Members) -> String {
     match missing {
         [Missing { rank, state: MissingState::NotMatched { direction, .. } }] => {
@@ -78,7 +78,7 @@ pub(super) fn timed_out(operation: &Operation, missing: &[Missing], members: &Me
     }
 }
 
-/// The text of a [`Mismatch`](Error::Mismatch).
+/// The text of an `Error::Mismatch`.
 pub(super) struct Disagreement<'a> {
     pub(super) comm: &'a str,
     pub(super) number: u64,

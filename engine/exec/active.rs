@@ -1,4 +1,4 @@
-//! The collective that a communicator is working on: its parts, in the memory that they are about.
+//! The collective that a communicator is working on, and the runs of its parts in the host's memory.
 
 use std::sync::Arc;
 use std::task::Waker;
@@ -19,17 +19,17 @@ use crate::types::{Rank, Signature};
 pub(crate) struct Active {
     current: Option<Current>,
     host: Parts<Host, HostLoans>,
-    /// Memory of the runs' own.
+    /// The working memory of the runs.
     account: Account,
     pub(crate) stalled_at: Option<Instant>,
-    /// The driver is asked now and then whether its rank's device has failed.
+    /// Whether the driver is already being asked now and then if this rank's device has failed.
     pub(crate) is_watched: bool,
 }
 
-/// What the runs of a communicator keep of memory of their own, from one operation to the next.
+/// How much working memory the runs of a communicator keep from one operation to the next.
 #[derive(Default)]
 struct Account {
-    /// Where all communicators of the rank are added up.
+    /// The rank's region, where the memory of all communicators of the rank is added up. `None`: it is not added.
     region: Option<Arc<Region>>,
     kept: usize,
     /// When an operation last needed more than [`KEPT`].
@@ -51,8 +51,8 @@ impl Drop for Account {
     }
 }
 
-/// So much is kept for good: no operation of a few MB allocates anything. More, as for a scaled copy of a large buffer, is kept
-/// for [`REST`] after the last operation that needed it: the next of a loop finds it.
+/// So many bytes of working memory are kept for good, so that no operation of a few MB allocates anything. More (for a scaled copy of a
+/// large buffer, say) is kept for [`REST`] after the last operation that needed it, so that the next operation of a loop finds it.
 pub(crate) const KEPT: usize = 16 << 20;
 const REST: Duration = Duration::from_secs(1);
 
@@ -61,7 +61,7 @@ struct Current {
     op: Operation,
     carrier: Option<Arc<dyn Carrier>>,
     next: NextPart,
-    /// Pieces of its memory that have come, and how far the operation may go by them.
+    /// How many pieces of the operation's memory have come, and how far the operation may go with these.
     arrived: usize,
     reach: Reach,
     started: Instant,
@@ -69,24 +69,24 @@ struct Current {
 
 /// What a pass came to.
 pub(crate) enum Pass {
-    /// Whether anything moved.
+    /// The operation is not complete yet. The value says whether anything moved.
     Going(bool),
-    /// All parts are done, and something follows.
+    /// All parts are done. The function makes the parts of the second half.
     Then(Key, Then),
     /// The operation is complete.
     Done(Key),
-    /// All of it is on a device's stream.
+    /// All of the operation is on a device's stream.
     OnStream(Key),
 }
 
 impl Active {
-    /// `bypass_from`: bytes of results from which on they are written past the caches ([`Host`]).
+    /// `bypass_from`: results of so many bytes and more are written past the caches ([`Host`]).
     pub(crate) fn new(comm: u64, bypass_from: usize) -> Active {
         let host = Parts::new(comm, Host::new(bypass_from), HostLoans::new(bypass_from));
         Active { current: None, host, account: Account::default(), stalled_at: None, is_watched: false }
     }
 
-    /// The same, of a rank with this region.
+    /// The same, with its working memory added to that of the rank with this region.
     pub(crate) fn of_rank(self, region: &Arc<Region>) -> Active {
         Active { account: Account { region: Some(region.clone()), ..Account::default() }, ..self }
     }
@@ -105,7 +105,14 @@ impl Active {
         self.current.as_ref().map(|current| (current.key, current.op.number))
     }
 
-    /// Number, signature, deadline and start of the operation.
+    /// Makes the values of an operation valid that has failed, where some of them have come: bytes that are no bools become `false`. Called once
+    /// nobody else touches the operation's buffers, before they go back to the user.
+    pub(crate) fn make_values_valid(&mut self) {
+        let on_host = self.current.iter_mut().filter(|current| current.carrier.is_none());
+        on_host.flat_map(|current| current.op.parts.all()).for_each(|part| _ = part.check_values());
+    }
+
+    /// Number, signature, time limit and start of the operation.
     pub(crate) fn current(&self) -> Option<(u64, Signature, Duration, Instant)> {
         let c = self.current.as_ref()?;
         Some((c.op.number, c.op.signature, c.op.timeout, c.started))
@@ -124,17 +131,17 @@ impl Active {
             Some(Current { key, op, carrier, next: NextPart::default(), arrived: 0, reach, started });
     }
 
-    /// The second half of an operation.
+    /// Goes on with the operation's second half, which has these parts.
     pub(crate) fn go_on(&mut self, parts: Vec<Part>) {
         if let Some(current) = &mut self.current {
             (current.op.parts, current.next) = (PartList::Many(parts), current.next.of_second_half());
         }
     }
 
-    /// Looks at what has come of the operation's memory; `waker` is woken when more has. Whether any has.
+    /// Looks how much of the operation's memory has come; `waker` is woken when more has. Returns whether more has come since the last look.
     ///
     /// # Errors
-    /// It does not come.
+    /// Some of the memory will not come.
     pub(crate) fn arrived(&mut self, waker: &Waker) -> Result<bool, Error> {
         let Some(current) = &mut self.current else { return Ok(false) };
         let Some(carrier) = current.carrier.as_ref().filter(|_| current.reach != ALL) else {
@@ -154,7 +161,7 @@ impl Active {
         self.current.as_ref().is_some_and(|current| current.reach != ALL)
     }
 
-    /// Forgets the operation: done, or failed.
+    /// Forgets the operation, which is done or has failed. Returns its key and number.
     pub(crate) fn take(&mut self) -> Option<(Key, u64)> {
         let needed = self.host.clear();
         self.account.note(self.host.kept());
@@ -166,17 +173,17 @@ impl Active {
         self.current.take().map(|c| (c.key, c.op.number))
     }
 
-    /// Whether more memory is kept than should be for long.
+    /// Whether more than [`KEPT`] bytes are kept, which should not last long.
     pub(crate) fn keeps_much(&self) -> bool {
         self.account.kept > KEPT
     }
 
-    /// Whether it is, and no operation has needed it for a while.
+    /// Whether more than [`KEPT`] bytes are kept, and no operation has needed so many for [`REST`].
     pub(crate) fn is_rested(&self) -> bool {
         self.keeps_much() && self.account.much.is_none_or(|at| at.elapsed() > REST)
     }
 
-    /// Gives back what is kept beyond [`KEPT`]; with an operation under way, its end does so.
+    /// Gives back what is kept beyond [`KEPT`]. While an operation runs it does nothing: [`take`](Self::take) looks again at the end.
     pub(crate) fn give_memory_back(&mut self) {
         if !self.host.is_running() {
             let kept = self.host.give_memory_back(KEPT);
@@ -194,7 +201,7 @@ impl Active {
         self.host.was_long()
     }
 
-    /// One pass over all parts in flight. `device`: where parts may run besides.
+    /// Makes one pass over all parts in flight. `device`: the lane in which parts may run beside the host's memory.
     pub(crate) fn pass(
         &mut self,
         port: &mut Port,
@@ -229,12 +236,12 @@ impl Active {
         })
     }
 
-    /// Adds the ranks whose frames, or whose room, parts in the host's memory wait for.
+    /// Adds to `ranks` those whose frames parts in the host's memory wait for, and those to which they wait to send.
     pub(crate) fn waiting_for(&self, port: &mut Port, ranks: &mut Vec<Rank>) {
         self.host.waiting_for(port, ranks);
     }
 
-    /// The operation in words.
+    /// The operation, as errors name it.
     pub(crate) fn operation(&self, comm: &str) -> Option<error::Operation> {
         let Operation { number, signature, .. } = self.current.as_ref()?.op;
         Some(error::Operation { comm: comm.to_owned(), number, signature })

@@ -1,6 +1,6 @@
 //! [`Backend`]: one kind of memory that plans are run in.
 //!
-//! [`PlanRun`](super::run) decides which slice of which step goes on, and keeps the cursors. It knows no memory. A
+//! [`PlanRun`](super::run) decides which slice of which step goes on, and keeps the cursors, for any kind of memory. A
 //! backend says where memory is, and combines, copies and scales what lies there:
 //!
 //! | backend | memory | what a call does |
@@ -17,7 +17,7 @@ use crate::link::waits::Wait;
 use crate::plan::{INPUT, OUTPUT, Program, Slot, Step};
 use crate::types::{Finish, ReduceOp, Signature};
 
-/// What a pass works on.
+/// The operation, and the part of it, that a pass works on.
 #[derive(Clone, Copy)]
 pub(crate) struct Context<'a> {
     /// The communicator, as frames name it.
@@ -41,7 +41,7 @@ impl<'a> Context<'a> {
         self.part.factor(self.op.scale, &self.op.reduction)
     }
 
-    /// What a step completes an average by, if it does.
+    /// If a step completes an average: the number of ranks, and how often each element was halved before.
     pub(crate) fn divisor(&self, step: &Step) -> Option<Finish> {
         let ranks = self.program().plan.size as u32;
         self.divides(step).then(|| Finish { ranks, halved: self.part.halved(&self.op.reduction) })
@@ -72,14 +72,14 @@ pub(crate) struct StepState {
     pub(crate) got: usize,
     /// Elements stored, or handed to all receivers.
     pub(crate) pos: usize,
-    /// The operand that was missing last: looked at first, so that a step of many is not gone through for each.
+    /// The operand that was missing last. It is looked at first, so that not all operands are looked at for each that comes.
     pub(crate) missing: usize,
-    /// First of this step's receivers in `sent` and `freed`.
+    /// Where the run's `sent` and `freed` have the first of this step's receivers.
     pub(crate) first: usize,
 }
 
-/// One slice of a step, whose operands are there. [`PlanRun`](super::run) alone makes these, and vouches for all addresses in
-/// them: operands may be read and `dst` may be written for as many elements as are named, now.
+/// One slice of a step, whose operands have come. [`PlanRun`](super::run) alone makes slices, and vouches for their addresses:
+/// `m` elements of each operand may be read now, and `m` elements at `dst` may be written now if `is_writable`.
 pub(crate) struct Slice<'a> {
     pub(crate) c: Context<'a>,
     /// Which step of the plan.
@@ -94,7 +94,7 @@ pub(crate) struct Slice<'a> {
     pub(crate) dst: Option<*mut u8>,
     /// Whether all of that place may be written now.
     pub(crate) is_writable: bool,
-    /// Whether all receivers are at this message and have room.
+    /// Whether the result may be sent now: all receivers are at this message and have room, and it is long enough for a frame.
     pub(crate) is_ready: bool,
     /// The step copies a part of the operation's input to `dst`, and what it sends is read from the input.
     pub(crate) is_input: bool,
@@ -103,7 +103,7 @@ pub(crate) struct Slice<'a> {
 }
 
 impl Slice<'_> {
-    /// Whether the result has to wait in the step's accumulator: its place is not free, or it has none and cannot leave yet.
+    /// Whether the result has to wait in the step's accumulator: `dst` is not free yet, or there is no `dst` and it cannot be sent yet.
     pub(crate) fn must_wait(&self) -> bool {
         match self.dst {
             Some(_) => !self.is_writable,
@@ -111,7 +111,7 @@ impl Slice<'_> {
         }
     }
 
-    /// Elements of an accumulator of one slice that lie before element `at` of the chunk.
+    /// How many elements an accumulator of one slice holds before element `at` of the chunk.
     pub(crate) fn before(&self, at: usize) -> usize {
         at % self.slicing.slice_of(self.state.unit)
     }
@@ -126,7 +126,7 @@ impl Slice<'_> {
         self.c.program().nodes[self.i].hand
     }
 
-    /// Whether it is a copy of one operand as it is.
+    /// Whether the result is an unchanged copy of one operand.
     pub(crate) fn is_copy(&self) -> bool {
         self.ins.len() == 1 && !self.c.divides(self.step)
     }
@@ -134,9 +134,9 @@ impl Slice<'_> {
 
 /// What a backend has done with a slice.
 pub(crate) struct Combined {
-    /// Elements that were taken from the operands: none where the slice has to wait.
+    /// How many elements were taken from each operand: 0 if the slice has to wait.
     pub(crate) taken: usize,
-    /// The result is where it belongs, or leaves with `payload`: it does not wait in the accumulator.
+    /// Whether the result is where it belongs, or is sent with `payload`. Otherwise it waits in the accumulator.
     pub(crate) is_stored: bool,
     /// What is to be sent to all receivers now.
     pub(crate) payload: Option<Payload>,
@@ -150,7 +150,7 @@ impl Combined {
 pub(crate) enum Prepared {
     /// Steps may run.
     Ready,
-    /// They may not yet; whether anything was done.
+    /// Steps may not run yet. The value says whether anything was done.
     NotYet(bool),
 }
 
@@ -165,18 +165,18 @@ pub(crate) fn base_of(part: &Part, slot: Slot, scaled: Option<*mut u8>, scratch:
     }
 }
 
-/// One kind of memory. A value belongs to one [`PlanRun`](super::run); whether it keeps memory of its own from one part to
-/// the next is its own affair.
+/// One kind of memory. A value belongs to one [`PlanRun`](super::run). It may keep working memory from one part to the
+/// next.
 pub(crate) trait Backend: Send + Sized {
-    /// Whether calls do the work on the calling thread, and do not only put it on a stream. Then a pass ends after so many bytes
-    /// ([`BUDGET`](super::run::BUDGET)), as other communicators wait for the thread.
+    /// Whether calls do the work on the calling thread, and do not only put it on a stream. If so, a pass ends after
+    /// [`BUDGET`](super::run::BUDGET) bytes, as other communicators wait for the thread.
     const TAKES_TIME: bool;
     /// Whether copies of the input are sent from the input, not from where they were stored.
     const SENDS_INPUT: bool;
-    /// Whether operands must begin where an element could.
+    /// Whether the address of an operand must be a multiple of the size of its elements.
     const IS_ALIGNED: bool;
 
-    /// Another one, of the same rank and communicator, with no memory of its own yet.
+    /// A new backend for the same rank and communicator, without working memory.
     fn fresh(&self) -> Self;
 
     /// How messages of a part are cut.
@@ -185,17 +185,17 @@ pub(crate) trait Backend: Send + Sized {
     /// A part begins.
     fn begin(&mut self, c: Context<'_>);
 
-    /// It is over, or given up.
+    /// The part is over, or given up.
     fn end(&mut self);
 
-    /// Makes ready what the steps need: asks for memory, scales the input (on the host a piece at a time). Called at the start of
-    /// every pass. `has_arrived`: all of the input is there.
+    /// Makes ready what the steps need: gets working memory, and scales the input (on the host, one piece in each call). Called at the
+    /// start of every pass. `has_arrived`: all of the input is there.
     fn prepare(&mut self, c: Context<'_>, has_arrived: bool) -> Result<Prepared, Error>;
 
     /// Where a slot of a plan begins.
     fn base(&self, part: &Part, slot: Slot) -> *mut u8;
 
-    /// Whether steps are held to this wait. They always are, but in test builds that take one away to see that it is missed.
+    /// Whether steps keep to this wait. They always do, except in test builds that leave a wait out to see that a test fails.
     fn keeps(&self, _: Wait) -> bool {
         true
     }
@@ -206,21 +206,21 @@ pub(crate) trait Backend: Send + Sized {
     /// Moves what the accumulator of a step holds (`slice.m` elements) to `slice.dst`, which is free now.
     fn store(&mut self, slice: &Slice<'_>) -> Result<(), Error>;
 
-    /// Makes of what the accumulator holds something to be sent, and says of how many elements.
+    /// Makes a payload of what the accumulator of a step holds. Returns how many elements the payload has, and the payload.
     fn send_accumulated(&mut self, slice: &Slice<'_>, port: &mut Port) -> Result<(usize, Payload), Error>;
 
-    /// Copies to a staging slot what is to be sent.
+    /// Copies a payload to a staging slot, from which it is sent.
     ///
     /// # Safety
-    /// `from` is valid for reads of so many bytes and `slot` for writes; they do not overlap.
+    /// `from` is valid for reads of `bytes` bytes, and `slot` for writes of as many; they do not overlap.
     unsafe fn fill_slot(&mut self, from: *const u8, slot: *mut u8, bytes: usize, port: &mut Port);
 
-    /// Looks at what has come, once all has, before it becomes values of the user's.
+    /// Checks, once all data has come, that the result holds only values that its type has. Only then may the user see it.
     fn check_values(&self, _: &Part) -> Result<(), Error> {
         Ok(())
     }
 
-    /// Bytes of memory of its own that it keeps, and how many of them the part has needed.
+    /// How many bytes of working memory the backend keeps, and how many the part has needed.
     fn memory(&self) -> (usize, usize) {
         (0, 0)
     }

@@ -33,7 +33,7 @@ impl From<Operation> for Carried {
     }
 }
 
-/// Where an operation's parts may run: in the host's memory, over the host's links; or in the device's lane, over the links of that.
+/// Where an operation's parts may run: in the host's memory, over the host's links; or in the device's lane, over the lane's links.
 pub(crate) struct Lanes<'a> {
     pub(super) host: &'a mut Parts<Host, HostLoans>,
     pub(super) port: &'a mut Port,
@@ -53,8 +53,8 @@ impl Lanes<'_> {
     }
 }
 
-/// What runs a communicator's parts in memory that is not the host's, with the links between the ranks' memory of that kind. A communicator
-/// has one lane at most, from when it is bound.
+/// What runs a communicator's parts in memory other than the host's, with the links between the ranks' memory of that kind. A communicator
+/// has one lane at most, which it gets when it is bound.
 pub(crate) trait Lane: Send {
     /// Makes one pass over the parts. Returns whether anything moved, and whether no part is left.
     fn pass(&mut self, work: &mut Work<'_>) -> Result<(bool, bool), Error>;
@@ -85,7 +85,7 @@ pub(crate) enum Passed {
     OnStream,
 }
 
-/// What a carrier is told of its operation when that is submitted.
+/// What a carrier is told when its operation is submitted.
 pub(crate) struct Submission<'a> {
     /// The communicator's name, for messages to people.
     pub(crate) comm: &'a str,
@@ -148,12 +148,12 @@ pub(crate) trait Carrier: Send + Sync {
         false
     }
 
-    /// Whether all ranks have called the operation, and it waits for this rank's own inputs on the device. Its time limit counts from when they are there.
+    /// Whether all ranks have called the operation, and it waits for this rank's own inputs on the device. The time limit counts once these are there.
     fn lacks_inputs(&self) -> bool {
         false
     }
 
-    /// The ranks that have called the operation, and whose inputs are not there. Only those that keep the operation from this rank's stream.
+    /// The ranks that have called the operation, and whose missing inputs keep the operation from this rank's stream.
     fn unready(&self) -> Vec<Rank> {
         Vec::new()
     }
@@ -194,13 +194,13 @@ pub(crate) trait OnStream {
     /// Whether this rank's own inputs are there. The time limit of an operation that is on a stream counts from then.
     fn has_inputs(&self) -> bool;
 
-    /// Whether the driver has taken its first work. A driver that blocks has not, and then the time limit counts all the same.
+    /// Whether the driver has taken the operation's first work. While a driver that blocks has not, the time limit counts, too.
     fn is_taken(&self) -> bool;
 
     /// Which ranks keep the stream from the operation's end although all have called. `us`: this rank.
     fn late(&self, us: Rank) -> Vec<Missing>;
 
-    /// The communicator has failed for this cause, and is about to end its operations, of which this is one. It may be called again.
+    /// The communicator has failed for this cause, and is about to end its operations, of which this is one. May be called more than once.
     fn give_up(&self, cause: &Error);
 
     /// The operation has failed for this cause, and is given up. Returns whether somebody may still touch the buffers all the same.
@@ -236,7 +236,7 @@ pub(crate) trait Bound: Any + Send + Sync {
         false
     }
 
-    /// Devices may go on touching the failed communicator's memory for longer than anybody waits.
+    /// Called when devices may go on touching the failed communicator's memory for longer than anybody waits.
     fn leave(&self) {}
 
     /// What says, for a communicator that has failed, that no device touches its memory any more. `None`: nobody can tell.
@@ -244,7 +244,8 @@ pub(crate) trait Bound: Any + Send + Sync {
         None
     }
 
-    /// Memory of operations that have failed, beside their buffers, which devices may touch as long as those. `None`: whoever carried the operations out sees to that.
+    /// Memory of operations that have failed, beside their buffers: devices may touch it as long as they may touch the buffers. `None`: whoever
+    /// carried the operations out keeps that memory.
     fn remains(&self) -> Option<Box<dyn Send>> {
         None
     }

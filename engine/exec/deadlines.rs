@@ -3,26 +3,26 @@
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-/// Looked at no more often than this, a process may have been stopped, or its machine suspended.
+/// If the clock was not looked at for longer than this, the process may have been stopped, or its machine suspended.
 const STILL: Duration = Duration::from_millis(500);
 /// How often the clock is looked at, at most.
 const LOOK: Duration = Duration::from_millis(10);
 
-/// How many of the last times that it stood still a process remembers.
+/// How many of the last times in which the process stood still are remembered.
 const REMEMBERED: usize = 8;
 
-/// How long a rank that stood still itself goes on after a deadline: first it hears what it missed, and asks its peers, before
-/// it blames them.
+/// For how long a rank that stood still finds nothing overdue once it runs again: it first hears what it missed, and asks its
+/// peers, before it blames them.
 pub(super) fn grace(timeout: Duration) -> Duration {
     Duration::from_millis(200).min(timeout / 4)
 }
 
-/// What deadlines are measured by. It notices when this process itself stood still: no peer is blamed for that time.
+/// The clock of the deadlines. It notices when this process itself stood still, as no peer is to be blamed for that time.
 pub(crate) struct DeadlineClock {
     looked: Instant,
     /// Since when this process has not stood still, as far as the clock was looked at.
     awake: Instant,
-    /// When it last stood still: from, to.
+    /// The last times in which the process stood still: from, to.
     still: VecDeque<(Instant, Instant)>,
 }
 
@@ -52,8 +52,8 @@ impl DeadlineClock {
         self.looked = now;
     }
 
-    /// Whether something that has gone on since then has taken longer than it may, without the time in which this process stood still: a job that was
-    /// stopped as a whole goes on where it was.
+    /// Whether something that began at `since` has taken longer than `timeout`. The time in which this process stood still does not count: a job
+    /// that was stopped as a whole goes on where it was.
     pub(super) fn is_overdue(&self, now: Instant, since: Instant, timeout: Duration) -> bool {
         if now - since <= timeout || now - self.awake <= grace(timeout) {
             return false;
@@ -69,7 +69,7 @@ mod tests {
 
     const MS: Duration = Duration::from_millis(1);
 
-    /// A clock that is looked at every 20 ms from `start` on, for so long.
+    /// A clock that was looked at every 20 ms from `start` on, for `ms` milliseconds.
     fn looked_at(start: Instant, ms: u32) -> DeadlineClock {
         let mut clock = DeadlineClock::new(start);
         (1..=ms / 20).for_each(|i| assert!(clock.is_time_to_look(start + 20 * i * MS)));

@@ -1,25 +1,26 @@
-//! One rank's side of one communicator: it takes operations in, drives them, and ends them.
+//! [`Endpoint`]: one rank's side of one communicator. It takes operations in, drives them, and ends them.
 //!
-//! It has parts, each with its own state and lock:
+//! An endpoint has these parts, each with its own state and lock:
 //!
 //! | part | owns | lock |
 //! |---|---|---|
 //! | submission ([`submit`], [`table`]) | buffers in flight, queues, the numbers of calls | `submitted` |
-//! | progress ([`run`], [`progress`], [`callers`]) | what executes: the collective in work, messages, links | `run` |
-//! | deadlines ([`deadlines`], [`ending`]) | since when what waits | in `run` |
+//! | progress ([`run`], [`progress`], [`callers`]) | what executes: the collective in progress, messages, links | `run` |
+//! | deadlines ([`deadlines`], [`ending`]) | how long each operation has waited | in `run` |
 //! | programs ([`programs`]) | what was compiled for calls of one shape | its own |
-//! | completion ([`completions`], [`copy_backs`]) | who is to be woken; results on their way to a device | one each |
-//! | calls of a driver ([`Commands`]) | what passes leave to a thread that holds no lock | its own |
-//! | teardown ([`health`], [`teardown`]) | what ended the communicator; how far its end has come | none; in `run` |
-//! | the other ranks ([`peers`], [`breaks`]) | what they have told of themselves | `peers` |
+//! | completion ([`completions`], [`copy_backs`]) | whose wakers are to be called; results that are being copied back to a device | one each |
+//! | driver calls ([`Commands`]) | what a pass leaves to a thread that holds none of the engine's locks | its own |
+//! | teardown ([`health`], [`teardown`]) | why the communicator ended; how far its teardown has come | none (atomics); in `run` |
+//! | the other ranks ([`peers`], [`breaks`]) | what they have told about themselves | `peers` |
 //!
-//! Each part has the methods that need its state alone: callers speak to `submitted`, `health`, `peers`, `programs` and `commands`
-//! themselves. What executes ([`run::Run`]) makes the passes, looks at the deadlines and ends what has failed; its methods are told which
-//! endpoint they do it for. The endpoint itself has what needs several parts at once.
+//! A method that needs the state of one part only is a method of that part: callers use `submitted`, `health`, `peers`, `programs` and
+//! `commands` directly. [`run::Run`] makes the passes, checks the deadlines and fails operations; its methods get the endpoint as an
+//! argument. Methods that need several parts at once are methods of the endpoint itself.
 //!
-//! Locks are taken in this order: `run`, the memory lock of the rank (`config.memory_lock`), `submitted`, then any one of the others.
-//! `run` is only tried by those who drive; waited for when devices are bound and when a communicator closes. A user's code
-//! (wakers, drops of buffers, functions that follow) runs while this thread holds none of them but `run`: never the table's.
+//! A thread takes the locks in this order: `run`, the rank's memory lock (`config.memory_lock`), `submitted`, then at most one of the
+//! others. To drive, a thread only tries `run`; to bind devices or to close the communicator, it waits for `run`. Wakers, and drops of
+//! users' buffers, run while the thread holds none of these locks. Users' reduction functions, and the function that makes an
+//! operation's second half (`Operation::then`), run in a pass: under `run` and the memory lock, but never under the lock of `submitted`.
 
 use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::{Arc, OnceLock};
@@ -75,25 +76,26 @@ use crate::plan::choices::GroupChoices;
 use crate::trace::Recorder;
 use crate::types::{Rank, Signature};
 
-/// How many of the last calls ranks compare when they close.
+/// When a communicator closes, its ranks compare this many of their last calls.
 const COMPARED: usize = 8;
 
-/// An operation that has finished: how, and its buffers unless they are kept in quarantine.
+/// The outcome of an operation that has finished, and its buffers unless they stay in quarantine.
 pub(crate) type Finished = inflight::Finished<ErasedBufs, Box<Error>>;
 
-/// What the executor tells the other ranks, outside the data path.
+/// How the executor talks to the other ranks outside the data path, over the control connections.
 pub(crate) trait Control: Send + Sync {
-    /// The communicator is dead, for this cause, found here: tells the others.
+    /// Tells the other members that the communicator dies of `cause`, which this rank has found or has been told.
     fn abort(&self, endpoint: &Endpoint, cause: &Error);
-    /// A data connection broke: ask its other end whether it is still a member.
+    /// The data connection to `peer` broke: asks `peer` whether it is still a member.
     fn broke(&self, endpoint: &Endpoint, peer: Rank, what: Break);
-    /// The communicator dies, for this cause, wherever it was found. Neither blocks nor does I/O: nobody here knows yet.
+    /// Has the flight recorder written, as the communicator dies of `cause`. Must neither block nor do I/O: no thread of this rank has been
+    /// woken yet.
     fn dies(self: Arc<Self>, endpoint: &Endpoint, cause: &Error);
-    /// The user is told this cause. Whether the same failure was told before, by another communicator.
+    /// Notes that the user is told `cause`. Returns whether another communicator has told the user of the same failure before.
     fn told(&self, endpoint: &Endpoint, cause: &Error) -> bool;
-    /// An operation waits: ask the others what they called.
+    /// A collective has waited for a while: asks the other members what they called.
     fn stalled(&self, endpoint: &Endpoint, number: u64, signature: Signature);
-    /// A message is waited for: tell the rank that is to send it, which may wait for something else.
+    /// A message has been awaited for a while: tells rank `from`, which has to send it and may itself be waiting for something else.
     fn awaits(&self, endpoint: &Endpoint, from: Rank, number: u64, signature: Signature);
 }
 
@@ -104,16 +106,16 @@ pub(crate) struct EndpointConfig {
     pub(crate) rank: Rank,
     /// World rank of each member.
     pub(crate) members: Vec<Rank>,
-    /// Where this rank's flight recorder is written when the communicator dies.
+    /// The file to which this rank's flight recorder is written when the communicator dies.
     pub(crate) record: Option<Arc<RecordFile>>,
-    /// The host of each member, numbered from 0 in the order of their first ranks.
+    /// The number of each member's host. Hosts are numbered from 0, in the order of their first ranks.
     pub(crate) hosts: Vec<u32>,
-    /// What the choice of an algorithm depends on, of this group.
+    /// The properties of this group on which the choice of an algorithm depends.
     pub(crate) env: Env,
-    /// There is one peer, and frames to it may be longer than a slot: there calls of the system are what costs, and a message may
-    /// go as one. Of more than two ranks the rounds would be too long ([`Slicing`](super::slicing::Slicing)).
+    /// Whether there is only one peer and its link takes frames longer than a slot. There system calls cost most, so a message may be
+    /// sent as one frame. Among more ranks such long rounds would outgrow the caches ([`Slicing`](super::slicing::Slicing)).
     pub(crate) has_long_frames: bool,
-    /// What the tuner's table says of it.
+    /// What the tuner's table says about this group.
     pub(crate) tuned: GroupChoices,
     pub(crate) region: Arc<Region>,
     pub(crate) memory_lock: MemoryLock,
@@ -122,18 +124,18 @@ pub(crate) struct EndpointConfig {
     pub(crate) runtime: Arc<dyn Runtime>,
     pub(crate) timeout: Duration,
     pub(crate) queue_limit: usize,
-    /// Calls are deterministic unless they say otherwise.
+    /// Whether calls are deterministic unless they say otherwise, at first (`Endpoint::deterministic` may change later).
     pub(crate) deterministic: bool,
-    /// More ranks than cores on this host: give the core away instead of spinning.
+    /// Whether this host has more ranks than cores: then a thread that waits gives its core away instead of spinning.
     pub(crate) crowded: bool,
-    /// Bytes of staging slots that are filled in turn.
+    /// About this many bytes are put into other staging slots before a staging slot is filled again.
     pub(crate) turned: usize,
-    /// Results of so many bytes and more are written past the caches.
+    /// Results of at least this many bytes are written past the caches.
     pub(crate) streams_from: usize,
 }
 
 impl EndpointConfig {
-    /// The members, for errors and texts to name.
+    /// The members, as error messages name them.
     pub(crate) fn named(&self) -> Members {
         // The world's own communicator alone has the number 0.
         let members = if self.comm == 0 { Members::world() } else { Members::of_group(&self.members) };
@@ -145,18 +147,18 @@ impl EndpointConfig {
         self.members.len()
     }
 
-    /// The time that deadlines are measured by.
+    /// The time on the clock that measures deadlines.
     pub(crate) fn now(&self) -> Instant {
         self.runtime.now()
     }
 
-    /// A peer has called something else than this rank.
+    /// The error for a collective in which a peer has called something other than this rank.
     fn mismatch(&self, number: u64, ours: Signature, peer: Rank, theirs: Signature) -> Error {
         let (comm, rank) = (self.name.clone(), self.rank);
         Error::mismatch(comm, number, (rank, ours), (peer, theirs), Vec::new())
     }
 
-    /// This rank's device has not brought an operation's memory, or not copied its results back.
+    /// The error for an operation whose memory this rank's device has not brought, or whose results it has not copied back, in time.
     fn not_come(&self, number: u64, signature: Signature, after: Duration) -> Error {
         let rank = self.rank;
         let operation = Operation { comm: self.name.clone(), number, signature };
@@ -170,10 +172,10 @@ pub(crate) struct Endpoint {
     pub(crate) submitted: Submitted,
     run: EngineLock<Run>,
     callers: Callers,
-    /// On the progress thread's list.
+    /// Whether this endpoint is on the progress thread's list.
     enlisted: AtomicBool,
     completions: Completions,
-    /// What passes leave to be done by a thread that holds none of these locks.
+    /// What passes leave to a thread that holds none of the engine's locks.
     pub(crate) commands: Arc<Commands>,
     copy_backs: CopyBacks,
     pub(crate) health: Health,
@@ -182,20 +184,21 @@ pub(crate) struct Endpoint {
     pub(crate) programs: Programs,
     /// Whether calls are deterministic unless they say otherwise.
     pub(crate) deterministic: AtomicBool,
-    /// What it is bound to beside the host's memory and links.
+    /// What this communicator is bound to beside the host's memory and links.
     bound: OnceLock<Arc<dyn Bound>>,
-    /// At the last pass, something was waited for that does not tell when it is there: a library, or memory that a device of another process lends.
+    /// Whether, at the last pass, an operation waited for something that wakes nobody when it is ready, so that the progress thread has to
+    /// poll it: a library, or memory that a device of another process lends.
     is_asked: AtomicBool,
-    /// At the last look, a device was at work, whose end is a word in memory.
+    /// How soon the progress thread must check again whether a device is done, which only a word in memory shows.
     look_again: LookAgain,
-    /// Memory that barriers pass round. One serves all: collectives of a communicator run one after another.
+    /// The word that barriers send and receive. All barriers share it, as the collectives of a communicator run one after another.
     pub(crate) token: Arc<AtomicU64>,
-    /// Dropped behind all that appends commands.
+    /// The last field, so that it is dropped after every field whose drop may append commands.
     _last: LastOf,
 }
 
-/// What becomes, in a child of a fork, of an operation of its parent's. Its buffer stays where it is: the parent's progress
-/// thread may have been at it.
+/// In a forked child: the outcome of an operation that the parent has submitted; `None` in any other process. The child does not get the
+/// buffer back, as the parent's progress thread may have been working on it at the fork.
 fn orphaned() -> Option<Finished> {
     forked::is_forked().then(|| (Err(Box::new(forked::refusal())), None))
 }
@@ -243,8 +246,8 @@ impl Endpoint {
         self.bound.get().map(|bound| &**bound)
     }
 
-    /// From here on this communicator is bound to `bound`, whose parts run in `lane`. All ranks do this between the same two operations. The
-    /// first time counts.
+    /// Binds this communicator to `bound`, whose parts run in `lane`. All ranks do this between the same two operations. Only the first call
+    /// has an effect.
     pub(crate) fn bind(&self, bound: Arc<dyn Bound>, lane: Option<Box<dyn Lane>>) {
         let mut run = self.run.lock();
         if self.bound.set(bound).is_ok() {
@@ -252,21 +255,22 @@ impl Endpoint {
         }
     }
 
-    /// The cause by which this communicator died, if it has, for a user: who may know the cause already from an error that another thread
-    /// returned, and knows it now.
+    /// The cause of which this communicator died, if it has, to be returned to the user. The user counts as told from now on, and may have
+    /// been told before, by an error that another thread got.
     pub(crate) fn died_of(&self) -> Option<Error> {
         let cause = self.health.cause_when_dead()?;
         self.tell();
         Some(cause.clone())
     }
 
-    /// The same, if no call of the user's has returned it: the first time only.
+    /// Like `died_of`, but returns the cause only if the user has not been told before.
     pub(crate) fn died_untold(&self) -> Option<Error> {
         let cause = self.health.cause_when_dead()?;
         (!self.tell()).then(|| cause.clone())
     }
 
-    /// A call of the user's returns the cause by which this communicator died, or the user is that cause. Whether one has before.
+    /// Notes that the user knows the cause of which this communicator dies: a call returns the cause, or the user's `abort` is the cause.
+    /// Returns whether the user was told before.
     pub(crate) fn tell(&self) -> bool {
         let Some(cause) = self.health.first_cause() else { return false };
         self.health.tell() || self.config.control.told(self, cause)

@@ -1,10 +1,10 @@
 //! How staging slots are filled: by ordinary stores, or past the caches.
 //!
-//! A slot that a peer has read is in that peer's cache. Where both cores share a cache, a store takes the line over at once;
-//! where they do not, it waits for it to be given up on the other side of the machine, line after line. Which of the two
-//! it is changes, as the system moves ranks, and a hypervisor its processors. On 2 cores of a virtual machine, two slots of 128 KB
-//! in turn, a slot took 4.6 to 80 us to fill by ordinary stores, and 5 past the caches, which the reader then pays for with
-//! 8 us instead of 3.5 to 7. So it is measured, as slots are filled.
+//! A slot that a peer has read is in the cache of that peer's core. If both cores share a cache, a store gets the line at once. If not, each
+//! store waits until the other core has given up the line. Whether they share one changes: the system moves ranks between cores, and a
+//! hypervisor moves its virtual processors. On 2 cores of a virtual machine that filled two slots of 128 KB in turn, a slot took 4.6 to 80 us
+//! to fill by ordinary stores, and 5 us past the caches; in the second case the reader needs 8 us instead of 3.5 to 7. So both ways are
+//! timed while slots are filled.
 
 use std::time::Instant;
 
@@ -12,17 +12,18 @@ use allstream_kernels as kernels;
 
 /// Smaller copies are made by ordinary stores: waiting for the memory would cost more than it saves.
 const LEAST: usize = 16 << 10;
-/// The way not in use is tried once in so many copies: past the caches, and by ordinary stores, which may be far slower.
+/// The way that is not in use is tried once in so many copies: the first number is for stores past the caches, the second for ordinary
+/// stores, which may be far slower.
 const TRIED: [u32; 2] = [64, 256];
-/// Of so many times the least counts: a thread may lose its core in a copy.
+/// Of so many recent times the shortest counts: in a longer one the thread may have lost its core.
 const RECENT: usize = 4;
 
-/// What copies into slots took lately.
+/// How slots are filled now, and how long recent copies into slots took.
 pub(crate) struct Filling {
     is_past: bool,
     /// Copies since the other way was tried.
     since: u32,
-    /// Nanoseconds for 16 KB, by ordinary stores and past the caches, and how many there were.
+    /// Recent times in nanoseconds for 16 KB, by ordinary stores and past the caches. `counts`: how many copies were timed so far.
     times: [[u32; RECENT]; 2],
     counts: [usize; 2],
 }
@@ -41,7 +42,7 @@ impl Filling {
         self.is_past && bytes >= LEAST
     }
 
-    /// Copies to a slot.
+    /// Copies `bytes` bytes from `src` to a slot, and notes how long that took.
     ///
     /// # Safety
     /// As [`kernels::copy`], for one output.
@@ -67,13 +68,13 @@ impl Filling {
         self.took(past, start.elapsed().as_nanos() as u64 * LEAST as u64 / bytes as u64);
     }
 
-    /// Notes a time, for 16 KB, and chooses.
+    /// Notes how long 16 KB took by one way, and chooses the way for the next copies.
     fn took(&mut self, past: bool, nanos: u64) {
         let way = usize::from(past);
         self.times[way][self.counts[way] % RECENT] = u32::try_from(nanos).unwrap_or(u32::MAX);
         self.counts[way] += 1;
         let [ordinary, streamed] = self.times.map(|times| times.into_iter().min().unwrap_or(u32::MAX));
-        // The reader pays for what is not in a cache: only where it is more than twice as fast.
+        // Past the caches only if that is more than twice as fast, as the reader then has to fetch the slot from memory.
         self.is_past = ordinary > streamed.saturating_mul(2);
     }
 }
@@ -88,7 +89,7 @@ mod tests {
         let (src, mut slot) = (vec![7u8; LEAST], vec![0u8; LEAST]);
         for _ in 0..200 {
             slot.fill(0);
-            // SAFETY: both have so many bytes.
+            // SAFETY: both buffers have `LEAST` bytes, and they are two.
             unsafe { filling.copy(src.as_ptr(), slot.as_mut_ptr(), LEAST) };
             assert_eq!(slot, src);
         }
@@ -98,10 +99,10 @@ mod tests {
         assert!(!filling.is_past(LEAST), "nothing is known of the other");
         filling.took(true, 700);
         assert!(!filling.is_past(LEAST - 1) && filling.is_past(LEAST));
-        // The peer is near again.
+        // The peer shares a cache with this core again.
         filling.took(false, 600);
         assert!(!filling.is_past(LEAST));
-        // A core that is lost in a copy says nothing; a peer that is far does, when it is so for a while.
+        // One slow copy, in which the thread may have lost its core, changes nothing. A peer that shares no cache for a while does.
         filling.took(false, 4_000_000);
         assert!(!filling.is_past(LEAST));
         (0..RECENT).for_each(|_| filling.took(false, 9_000));

@@ -19,41 +19,41 @@ use crate::plan::{INPUT, OUTPUT, Program, SCRATCH, Slot};
 /// Bytes that are scaled in one pass: the thread has other work too.
 const SCALED: usize = 256 << 10;
 
-/// Room for a payload that travels in a ring's cell, and that its step keeps nowhere.
+/// Room for a result that is sent in a ring's cell, of a step that stores it nowhere.
 #[repr(align(64))]
 struct Inline([u8; Port::INLINE]);
 
 /// The host's memory.
 pub(crate) struct Host {
-    /// Results out of place of so many bytes and more are written past the caches; in place, of twice as many.
+    /// Results of so many bytes and more are written past the caches if the operation is out of place; in place, of twice as many.
     bypass_from: usize,
-    /// The results of this part are: the caches could not hold them.
+    /// Whether the results of this part are written past the caches, which could not hold them.
     is_bypassing: bool,
-    /// Elements of the input that are scaled; none where nothing is to be scaled (any more).
+    /// How many elements of the input are scaled so far; `None` if nothing is to be scaled, or nothing more.
     scaled: Option<usize>,
     memory: Memory,
     inline: Inline,
 }
 
 impl Host {
-    /// `bypass_from`: the size of results from which on they are written past the caches, out of place.
+    /// `bypass_from`: results out of place of so many bytes and more are written past the caches.
     pub(super) fn new(bypass_from: usize) -> Host {
         let inline = Inline([0; Port::INLINE]);
         Host { bypass_from, is_bypassing: false, scaled: None, memory: Memory::default(), inline }
     }
 
-    /// Multiplies the next elements of the input: in place where the operation is, else in a copy.
+    /// Scales the next elements of the input: in place if the operation is in place and leaves a result on this rank, else in a copy.
     fn scale(&mut self, c: Context<'_>) {
         let (part, Some(done), Some(factor)) = (c.part, self.scaled, c.factor()) else { return };
         let unit = part.dtype.size();
         let len = part.total(if part.is_in_place() { OUTPUT } else { INPUT });
-        // A rank that only gives (to the root of a reduce, say) keeps its buffer as it was.
+        // A rank that gets no result (all but the root of a reduce, say) keeps its buffer unchanged.
         let in_place = part.is_in_place() && part.leaves_result(&c.op.signature, true);
         let m = (len - done).min(SCALED / unit);
         let to = if in_place { part.output } else { self.memory.scale(len * unit) };
         let at = to.wrapping_add(done * unit);
-        // SAFETY: `m` elements from `done` on are inside the input, which the table owns, and inside what they go to:
-        // the input itself, or memory of ours of the same length. No step has run yet: nobody else touches either.
+        // SAFETY: `m` elements from `done` on are inside the input, which the table owns, and inside their destination: the
+        // input itself, or memory of this run of the same length. No step has run yet, so nobody else touches the two.
         unsafe {
             if !in_place {
                 kernels::copy(part.input.wrapping_add(done * unit), &[at], m * unit);
@@ -64,8 +64,8 @@ impl Host {
     }
 }
 
-/// Whether the result of a part is written past the caches. In place, where nothing else is in them, from twice as many
-/// bytes on.
+/// Whether the result of a part is written past the caches. In place this begins at twice as many bytes, as the caches have only one
+/// buffer to hold.
 fn is_large(bypass_from: usize, c: Context<'_>) -> bool {
     #[cfg(any(test, feature = "testing"))]
     if let Some(streams) = crate::testing::faults::streams(c.op.number) {
@@ -103,7 +103,7 @@ impl Backend for Host {
         if self.scaled.is_none() {
             return Ok(Prepared::Ready);
         }
-        // Of rounds that no step names, too: all of it.
+        // All of the input is scaled, also rounds that no step names: so all of it has to be there.
         if has_arrived {
             self.scale(c);
         }
@@ -122,7 +122,8 @@ impl Backend for Host {
         let Some(to) = slice.dst else { return Ok(()) };
         let bytes = slice.m * slice.state.unit;
         let from = self.accumulator(slice, slice.state.pos);
-        // SAFETY: the accumulator holds `m` elements; `dst` has room by the layout, and nothing reads it (`PlanRun` has looked).
+        // SAFETY: the accumulator, which is this run's alone, holds `m` elements. `dst` has room for them by the layout, and `PlanRun` has
+        // seen that nobody reads there.
         unsafe { std::ptr::copy_nonoverlapping(from, to, bytes) };
         Ok(())
     }
@@ -134,12 +135,12 @@ impl Backend for Host {
         let slot = if m * unit > Port::INLINE { port.take_slot(m * unit) } else { None };
         let payload = match slot {
             Some((slot, at)) => {
-                // SAFETY: a slot has room for a slice, and is ours alone until posted.
+                // SAFETY: the accumulator holds `m` elements. A slot has room for a slice, and is ours alone until posted.
                 unsafe { std::ptr::copy_nonoverlapping(from, at, m * unit) };
                 Payload::Slot(slot, at)
             }
             None => {
-                // What fits a cell goes: no other communicator's backlog stops us.
+                // Without a slot only as much is sent as a ring's cell holds. So another communicator that has all slots stops nothing here.
                 m = m.min(Port::INLINE.checked_div(unit).unwrap_or(m));
                 Payload::Memory(from)
             }

@@ -14,9 +14,9 @@ use crate::types::{DType, Kind, Rank, ReduceOp, Signature, Tables};
 /// How values are combined.
 #[derive(Clone)]
 pub(crate) enum Reduction {
-    /// One of ours.
+    /// A built-in operator.
     Op(ReduceOp),
-    /// A user's.
+    /// A user's function.
     Function(Arc<dyn Combine>),
 }
 
@@ -29,7 +29,7 @@ impl std::fmt::Debug for Reduction {
     }
 }
 
-/// A plan, and the memory it is about.
+/// A compiled plan, and the memory that it works on.
 #[derive(Clone)]
 pub(crate) struct Part {
     pub(crate) program: Arc<Program>,
@@ -38,12 +38,12 @@ pub(crate) struct Part {
     /// Elements, as the collective counts them.
     pub(crate) count: usize,
     pub(crate) dtype: DType,
-    /// Where a slot's layout is a table: its ranges.
+    /// The ranges of the slots whose layout is a table.
     pub(crate) tables: Option<Arc<Tables>>,
-    /// Every rank knows its own counts alone: each message says how long it is, and is compared.
+    /// Each rank knows only its own counts. So each message states its length, and the receiver compares that with what it expects.
     pub(crate) pairwise: bool,
-    /// The lengths that the messages say in place of their own: they bring nothing, so that ranks only compare how much a library is to move
-    /// between them. Of a part that is `pairwise`.
+    /// Lengths that the messages of a `pairwise` part state instead of their own. The messages have no payload: by them ranks only compare how
+    /// much a library is to move between them.
     pub(crate) stated: Option<Arc<Tables>>,
 }
 
@@ -51,8 +51,8 @@ pub(crate) struct Part {
 unsafe impl Send for Part {}
 
 impl Part {
-    /// How many times the elements are halved before they are combined by this: an average of `f16` whose sums on the way are stored as `f16`
-    /// must not leave its range, and does not, where 2^this is at least the number of ranks.
+    /// How many times each element is halved before the part combines it. The sums of an average of `f16` are stored as `f16` on the way and
+    /// could leave its range. They cannot if the elements are divided by a power of two that is at least the number of ranks.
     pub(crate) fn halved(&self, reduction: &Reduction) -> u8 {
         let averages = matches!(reduction, Reduction::Op(ReduceOp::Avg)) && self.dtype == DType::F16;
         let ranks = self.program.plan.size;
@@ -64,7 +64,7 @@ impl Part {
         }
     }
 
-    /// What the elements are multiplied by before they are combined: the user's factor `scale`, or what keeps an average in range.
+    /// What the elements are multiplied by before they are combined: the user's factor `scale`, or the factor that keeps an average in range.
     pub(crate) fn factor(&self, scale: Option<f64>, reduction: &Reduction) -> Option<f64> {
         let halved = self.halved(reduction);
         scale.or_else(|| (halved > 0).then(|| 0.5_f64.powi(halved.into())))
@@ -81,8 +81,8 @@ impl Part {
         }
     }
 
-    /// Bytes that a device keeps for it beside the buffers, at most: its scratch, a scaled copy, and what its steps have in
-    /// hand where not all is `fused`.
+    /// The most bytes that a device needs for this part beside the buffers: scratch memory, a scaled copy of the input, and the steps'
+    /// accumulators unless one kernel folds all (`fused`).
     pub(crate) fn kept_on_device(&self, scaled: bool, fused: bool) -> usize {
         let plan = &self.program.plan;
         let steps = plan.steps.iter().zip(&self.program.nodes).filter(|(_, node)| node.hand && !fused);
@@ -96,8 +96,8 @@ impl Part {
         self.input.cast_mut() == self.output
     }
 
-    /// Whether this rank's result is in the output when all is done, other than what was there: the plan puts it there, or
-    /// it is the rank's own input, scaled (the first rank's of a scan; anyone's who is alone).
+    /// Whether the operation changes this rank's output: a step of the plan writes the result there, or the result is the rank's own
+    /// input, scaled (on the first rank of a scan, or in a group of one rank).
     pub(crate) fn leaves_result(&self, signature: &Signature, scaled: bool) -> bool {
         let own = match signature.collective() {
             Some(Kind::AllReduce | Kind::ReduceScatter | Kind::Scan) => true,
@@ -107,19 +107,20 @@ impl Part {
         self.writes_output() || (scaled && own)
     }
 
-    /// Whether the values that the plan left in the output, on the host, are such as the type has.
+    /// Checks that the output, in the host's memory, holds only values that its type has.
     pub(crate) fn check_values(&self) -> Result<(), Error> {
         if self.dtype != DType::Bool || !self.writes_output() {
             return Ok(());
         }
-        // SAFETY: the operation's output, as long as the plan says, which the table owns. All has come, and nothing moves.
+        // SAFETY: the table owns the output, which has `total(OUTPUT)` elements of one byte. All data has come, or the operation has failed and
+        // no peer touches its buffers (the callers), so nobody writes there any more.
         let Some(problem) = (unsafe { check_bools(self.output, self.total(OUTPUT)) }) else { return Ok(()) };
         let sent = |from: &Rank| !self.program.recvs[*from].is_empty();
         let senders: Vec<Rank> = (0..self.program.recvs.len()).filter(sent).collect();
         let peer = senders.first().copied().unwrap_or(self.program.plan.rank);
         let one_of = match senders.len() {
             0 | 1 => String::new(),
-            _ => format!(" (it, or another of ranks {senders:?}, which send to this one here)"),
+            _ => format!(" (sent by this rank or another of ranks {senders:?})"),
         };
         Err(Error::protocol(peer, problem + &one_of))
     }
@@ -165,12 +166,12 @@ impl PartList {
     }
 }
 
-/// What follows when all parts are done: looks at the buffers, and says what is to be done next. For operations whose
-/// first half tells how long the second is.
+/// Called when all parts are done: looks at the buffers, and returns the parts of the second half. For operations whose first half tells
+/// how long the second one is.
 pub(crate) type Then = Box<dyn FnOnce(&mut ErasedBufs) -> Result<Vec<Part>, Error> + Send>;
 
-/// A collective. The call builds it; it is moved into the endpoint's queue and from there into the executor, and nothing on
-/// the way is made anew.
+/// A collective. The call builds this value, which is moved into the endpoint's queue and from there into the executor, without
+/// being rebuilt on the way.
 pub(crate) struct Operation {
     /// What the user called, for errors.
     pub(crate) call: &'static str,
@@ -178,7 +179,7 @@ pub(crate) struct Operation {
     pub(crate) number: u64,
     /// What ranks compare.
     pub(crate) signature: Signature,
-    /// How long it may be the oldest unfinished one.
+    /// How long it may be the communicator's oldest unfinished collective.
     pub(crate) timeout: Duration,
     pub(crate) reduction: Reduction,
     /// What each rank's input is multiplied by first.
@@ -188,7 +189,7 @@ pub(crate) struct Operation {
 }
 
 impl Operation {
-    /// One that runs on the host, on memory of the host's.
+    /// An operation on the host's memory, which has no number yet, no scale and no second half.
     pub(crate) fn new(
         call: &'static str,
         signature: Signature,

@@ -1,8 +1,8 @@
 //! Send and receive: messages matched by (peer, direction, tag, number), all in progress at once.
 //!
-//! A small message goes eagerly, while credit lasts: the receiver keeps it until it is asked for. A larger one is
-//! announced, and moves only after its receive is posted: then every frame on the link can be taken at once, so no
-//! message ever waits behind another.
+//! A small message is sent eagerly as long as the sender has credit: the receiver keeps it until its receive is posted. A larger
+//! message is announced, and its data moves only after its receive is posted. So the receiver can take every frame from the link at
+//! once, and no message ever waits behind another.
 
 mod moving;
 mod whole;
@@ -24,18 +24,18 @@ use crate::error::Error;
 use crate::link::{Frame, Header};
 use crate::types::{Rank, Signature, WHOLE};
 
-/// Messages up to this go without waiting for their receive.
+/// Messages of up to so many bytes are sent without waiting for their receive.
 pub(crate) const EAGER: usize = 4096;
 /// Eager messages per peer that may be on their way or unclaimed: at most 128 KB kept per peer.
 const CREDITS: u32 = 32;
-/// Frames taken from one peer, and of one message posted to it, per pass, so that no peer starves another: all that a ring over memory
-/// has. A peer that sleeps is woken once for all of them. Woken for each, it takes the core from whoever posts or takes the next one:
-/// beside busy processes a message of 32 MB took 82 turns of both ends, each as long as others' time slices.
+/// How many frames a pass takes from one peer at most, and how many it posts of one message, so that no peer starves another: as many as a
+/// ring in memory has cells. A peer that sleeps is woken once for all of them. If each frame woke it, it would take the core from the thread
+/// that posts or takes the next one: beside busy processes a message of 32 MB took 82 turns of both ends, each as long as others' time slices.
 const BURST: usize = 16;
-/// Announcements and unclaimed messages that a peer may have: as many as operations in flight, and early ones.
+/// How many of a peer's messages, announced or eager, may wait here for their receive: as many as it may have in flight, and its eager ones.
 const UNCLAIMED: usize = QUEUE_LIMIT + CREDITS as usize;
 
-/// How many messages that nobody received an error names.
+/// Of the messages that nobody received, an error names so many at most.
 const TOLD: usize = 8;
 
 /// How much of a message of a rank to itself is copied in one pass.
@@ -48,10 +48,10 @@ pub(crate) struct Messages {
     generation: u32,
     port: Port,
     peers: Vec<Peer>,
-    /// Room for early messages that is not in use: at most [`CREDITS`].
+    /// Unused buffers for eager messages that come before their receive; at most [`CREDITS`].
     spare: Vec<Box<[u8]>>,
     launches: Launches,
-    /// Messages that have ended while others like them wait.
+    /// Peer, direction and tag of each message that has ended while others of its peer wait to begin.
     ended: Vec<(Rank, Direction, u32)>,
 }
 
@@ -62,7 +62,7 @@ impl Messages {
         Messages { comm, rank, generation, port, peers, spare, launches, ended: Vec::new() }
     }
 
-    /// Goes on as the communicator's next generation: credits, and what is owed of them, count on.
+    /// Goes on as the communicator's next generation. Credits, and those that are still owed to peers, stay as they are.
     pub(crate) fn renew(&mut self, comm: u64, generation: u32) {
         (self.comm, self.generation) = (comm, generation);
         self.port.renew();
@@ -72,10 +72,10 @@ impl Messages {
         &mut self.port
     }
 
-    /// Looks at what has come of the messages' memory; `waker` is woken when more has.
+    /// Looks how much of the messages' memory has come from the device; `waker` is woken when more has.
     ///
     /// # Errors
-    /// It does not come.
+    /// Some of it will not come.
     pub(crate) fn arrived(&mut self, waker: &Waker) -> Result<(), Error> {
         for peer in self.peers.iter_mut().filter(|peer| peer.touched) {
             for m in peer.sends.iter_mut().chain(&mut peer.recvs) {
@@ -110,7 +110,7 @@ impl Messages {
         self.port.revoke()
     }
 
-    /// Takes out all messages, with whether a library was given them.
+    /// Takes out all messages. `each` is called with each of them, and with whether a library was given it.
     pub(crate) fn take_all(&mut self, mut each: impl FnMut(Key, &Message, bool)) {
         self.launches = Launches::default();
         self.ended.clear();
@@ -127,7 +127,7 @@ impl Messages {
         }
     }
 
-    /// A message past its deadline (where this process has been awake for a while), or whose peer has left, and which of these.
+    /// A message that is overdue (time in which this process stood still does not count), or whose peer has left, and why it is given up.
     pub(crate) fn overdue(
         &self,
         now: Instant,
@@ -154,7 +154,8 @@ impl Messages {
         None
     }
 
-    /// Gives each message once that has been waited for longer than `stall`, or a quarter of its time, and has not come.
+    /// Calls `each` once for each message that has not come and that was waited for longer than `stall`, or than a quarter of its timeout if
+    /// that is less.
     pub(crate) fn long_awaited(
         &mut self,
         now: Instant,
@@ -174,19 +175,19 @@ impl Messages {
         }
     }
 
-    /// What has come from a rank and was not received, by tag, and of each tag in order: [`TOLD`] at most.
+    /// The messages that have come from a rank, or were announced, and were not received: the first [`TOLD`] by tag, then number.
     pub(crate) fn pending(&self, rank: Rank) -> Vec<Signature> {
         let mut unclaimed: Vec<_> = self.peers[rank].unclaimed.iter().collect();
         unclaimed.sort_unstable_by_key(|message| (message.tag, message.number));
         unclaimed.into_iter().take(TOLD).map(|message| message.signature).collect()
     }
 
-    /// A rank that has sent what was not received here, also what is still on its link, and what that is. Nothing is in
-    /// progress any more.
+    /// A rank whose messages were not received here, and those messages. Takes first what is still on the link from each rank. Called
+    /// when no message is in progress any more.
     pub(crate) fn leftover(&mut self) -> Option<(Rank, Vec<Signature>)> {
         let (ours, size) = (self.rank, self.peers.len());
         (0..size).filter(|rank| *rank != ours).find_map(|rank| {
-            // What is wrong with a link, or with what is on it, is no message.
+            // An error of the link, or of a frame on it, is no message: it only ends this loop.
             while let Ok(true) = self.take_frame(rank) {}
             let pending = self.pending(rank);
             if pending.is_empty() { None } else { Some((rank, pending)) }
@@ -256,8 +257,8 @@ impl Messages {
         Ok(any)
     }
 
-    /// Copies on with the messages of this rank to itself, whose halves have the same number: no link is in between. Each
-    /// goes a piece at a time, so that other work of this rank has its turn.
+    /// Copies more of the messages of this rank to itself, without a link. The two halves of such a message have the same number. A pass
+    /// copies one piece of each message, so that other work of this rank has its turn.
     fn copy_own(&mut self) -> bool {
         let Peer { sends, recvs, .. } = &mut self.peers[self.rank];
         let mut any = false;
@@ -296,13 +297,13 @@ impl Messages {
         }
     }
 
-    /// Takes what is at the head of the link from `rank`. Every frame can be taken at once, but one whose payload has
-    /// not come whole.
+    /// Takes the frame at the head of the link from `rank`, or what has come of its data, and returns whether it took anything. Only an
+    /// eager message whose payload has not come whole has to wait.
     fn take_frame(&mut self, rank: Rank) -> Result<bool, Error> {
         let Some(frame) = self.port.rx(rank)?.peek(0)? else { return Ok(false) };
         let header = frame.header;
         let wrong = |problem: &str| Error::protocol(rank, problem);
-        // A credit may still be on its way when all members take the communicator up again: it counts on.
+        // A credit may still be on its way when all members take the communicator up again: it counts in the next generation, too.
         let late = header.message == Type::Credit as u32 && header.signature.generation < self.generation;
         if !late && (header.comm != self.comm as u32 || header.signature.generation != self.generation) {
             return Err(wrong("a message frame of another communicator"));
@@ -312,14 +313,16 @@ impl Messages {
             Type::Eager => {
                 let len = header.len as usize;
                 if len > EAGER || header.signature.kind & WHOLE != 0 {
-                    return Err(wrong("an eager message beyond the limit, or of a device's memory"));
+                    return Err(wrong(
+                        "an eager message that is too long, or of a device's memory: those have to be announced",
+                    ));
                 }
                 if self.peers[rank].taken >= CREDITS {
-                    return Err(wrong("more eager messages than it had credit for"));
+                    return Err(wrong("more eager messages than its credit allows"));
                 }
                 let Some(frame) = self.port.rx(rank)?.peek(len)? else { return Ok(false) };
-                // SAFETY: `ready` is the whole payload, `len` bytes; copied before it is released. The sender does
-                // not write it until then; a hostile one can only change the bytes we copy.
+                // SAFETY: `peek(len)` gave the frame, so all `len` bytes of its payload are here, and are copied before it is released.
+                // The sender does not write them until then; a hostile one can only change what is copied. `to` has room for `len` bytes.
                 let data = |to: *mut u8| unsafe { std::ptr::copy_nonoverlapping(frame.data, to, len) };
                 match self.matching(rank, tag, number, header.signature)? {
                     Some(i) if self.peers[rank].recvs[i].message.bytes == len => {
@@ -359,7 +362,7 @@ impl Messages {
                     (m.message.tag, m.message.number) == (tag, number) && m.stage == Stage::Waiting
                 };
                 let i = sends.iter().position(is_it);
-                let i = i.ok_or_else(|| wrong("it cleared a message that was not announced"))?;
+                let i = i.ok_or_else(|| wrong("a go-ahead for a message that was not announced to it"))?;
                 sends[i].stage = Stage::Moving;
                 self.cleared(rank, i, header.offset);
             }
@@ -384,12 +387,12 @@ impl Messages {
         let may_come = |m: &&mut Moving| m.stage == Stage::Moving && m.message.whole.is_none();
         let m = m
             .filter(may_come)
-            .ok_or_else(|| Error::protocol(rank, "data of a message that was not asked for"))?;
+            .ok_or_else(|| Error::protocol(rank, "data of a message for which no receive is matched"))?;
         let left = frame.header.len as usize - frame.done;
         if (frame.header.offset as usize).wrapping_add(frame.done) != m.done
             || left > m.message.bytes - m.done
         {
-            let problem = "data of a message out of its place".to_owned();
+            let problem = "data of a message at a wrong offset".to_owned();
             return Err(Error::protocol(rank, problem));
         }
         let at = m.message.memory.wrapping_add(m.done);
@@ -398,7 +401,7 @@ impl Messages {
             // SAFETY: `left` bytes from `done` lie in the receive's buffer (checked above), which the table owns.
             unsafe { rx.receive_into(at, left, 1)? }
         } else {
-            // SAFETY: `ready` bytes are readable and fit, as above; the two do not overlap: one is the peer's.
+            // SAFETY: `ready` bytes can be read, and fit (`left`, as above). The two do not overlap: the frame is the peer's or the link's.
             unsafe { kernels::copy(frame.data, &[at], frame.ready) };
             rx.release(frame.ready);
             frame.ready
@@ -410,7 +413,7 @@ impl Messages {
         Ok(taken > 0)
     }
 
-    /// The posted receive for a message, if any; an error if the two disagree.
+    /// The index of the posted receive for a message, if there is one; an error if their signatures differ.
     fn matching(
         &mut self,
         rank: Rank,
@@ -445,7 +448,7 @@ impl Messages {
         Ok(())
     }
 
-    /// Starts what is new, sends what may be sent.
+    /// Matches new receives, and sends this rank all that may be sent: answers, credits and messages.
     fn post(&mut self, rank: Rank) -> Result<bool, Error> {
         let mut any = self.claim(rank)?;
         // Answers first: somebody waits for them.
@@ -514,7 +517,7 @@ impl Messages {
                 let problem = "an eager message whose length differs from its signature".to_owned();
                 return Err(Error::protocol(rank, problem));
             }
-            // SAFETY: `len` bytes are the receive's buffer, which the table owns.
+            // SAFETY: `len` bytes are all of the receive's buffer, which the table owns, and `place` has `EAGER` bytes, no fewer.
             unsafe { std::ptr::copy_nonoverlapping(place.as_ptr(), t.memory, len) };
             m.done = len;
             peer.owed += 1;
@@ -538,7 +541,7 @@ impl Messages {
         let source = |end| FrameSource { operation: key.number(), step: 0, receiver: 0, end };
         if stage == Stage::New {
             let eager = t.bytes <= EAGER && self.peers[rank].credits > 0 && t.whole.is_none();
-            // Without a free slot it is announced: its data then goes by cells, past whoever holds the slots.
+            // Without a free slot the message is announced: its data then goes in ring cells, which need no slots.
             let payload = if eager { self.payload(rank, t.memory, t.bytes)? } else { None };
             if let Some(payload) = payload {
                 let header = self.header(Type::Eager, t.signature, t.number, 0, t.bytes);
@@ -582,7 +585,7 @@ impl Messages {
             return Ok(Some(Payload::Memory(at)));
         }
         Ok(self.port.take_slot(len).map(|(slot, place)| {
-            // SAFETY: `len` bytes of the send's buffer, which the table owns, to a slot of ours that has room.
+            // SAFETY: `len` bytes of the send's buffer, which the table owns, are copied to a slot that is ours and has room.
             unsafe { self.port.filling.copy(at, place, len) };
             Payload::Slot(slot, place)
         }))
@@ -590,7 +593,7 @@ impl Messages {
 }
 
 fn disagree_on_time(peer: Rank) -> Error {
-    Error::protocol(peer, "a time for a message that was not to be agreed on")
+    Error::protocol(peer, "a launch time for a message that needs none")
 }
 
 #[cfg(test)]

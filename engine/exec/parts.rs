@@ -11,11 +11,11 @@ use crate::error::Error;
 use crate::mem::Reach;
 use crate::types::Rank;
 
-/// Parts of one operation that are in flight together. A list of small buffers so takes few round trips: one cell of
-/// a ring each, and a ring has 16.
+/// How many parts of one operation are in flight together. With several, a list of small buffers takes few round trips: each small
+/// part takes one cell of a ring, and a ring has 16.
 pub(crate) const WINDOW: usize = 16;
 
-/// The part of an operation that is to start next, and its number: parts of a second half count on.
+/// The part of an operation that is to start next: its index in the list of parts, and its number, which goes on in a second half.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct NextPart {
     pub(super) index: usize,
@@ -33,7 +33,7 @@ impl NextPart {
 pub(crate) struct Work<'a> {
     pub(crate) op: &'a Operation,
     pub(crate) next: &'a mut NextPart,
-    /// How far the memory has come.
+    /// How far the parts may go, by what has come of the operation's memory.
     pub(crate) reach: Reach,
 }
 
@@ -51,16 +51,16 @@ fn rounds((part, rounds): Reach, order: usize) -> usize {
 pub(crate) struct Parts<B, L> {
     /// The communicator.
     comm: u64,
-    /// What new runs get a fresh one of.
+    /// Each new run gets a fresh backend like this one.
     backend: B,
-    /// What new runs get a clone of.
+    /// Each new run gets a clone of this.
     lends: L,
-    /// In the order of their parts.
+    /// The runs that have a part, in the order of their parts.
     running: Vec<Box<PartRun<B, L>>>,
     idle: Vec<Box<PartRun<B, L>>>,
-    /// The last pass took as much as a pass may.
+    /// Whether the last pass ended because it had touched as many bytes as a pass may.
     was_long: bool,
-    /// Bytes of memory of their own that the parts of this operation have needed so far.
+    /// Bytes of working memory that the parts of this operation that are over have needed.
     needed: usize,
 }
 
@@ -126,12 +126,12 @@ impl<B: Backend, L: Lends> Parts<B, L> {
         self.running.iter_mut().for_each(|run| run.arrived(rounds(reach, run.order)));
     }
 
-    /// How far the results are: all of the parts before this one, and so many rounds of it.
+    /// How far the results are complete: all parts before the returned one, and so many rounds of that.
     pub(crate) fn stored(&self, next: NextPart) -> Reach {
         self.running.first().map_or((next.index, 0), |first| (first.order, first.stored()))
     }
 
-    /// Forgets the parts in flight: done, or failed. Returns how much memory of their own the operation has needed.
+    /// Forgets the parts in flight, as the operation is done or has failed. Returns how many bytes of working memory it has needed.
     pub(crate) fn clear(&mut self) -> usize {
         while let Some(run) = self.running.pop() {
             self.put_away(run);
@@ -161,7 +161,7 @@ impl<B: Backend, L: Lends> Parts<B, L> {
         !self.running.is_empty()
     }
 
-    /// Bytes of memory of their own that idle runs keep.
+    /// Bytes of working memory that idle runs keep.
     pub(crate) fn kept(&self) -> usize {
         self.idle.iter().map(|run| run.memory().0).sum()
     }
@@ -208,7 +208,7 @@ pub(super) mod tests {
     }
 
     impl Rings {
-        /// Those of two ranks.
+        /// The rings of each of two ranks.
         pub(in crate::exec) fn pair() -> [Rings; 2] {
             let regions = [(); 2].map(|()| Arc::new(Region::shared().unwrap()));
             let at = [0, 1].map(|rank: usize| regions[rank].alloc(RING_BYTES).unwrap());
@@ -239,7 +239,7 @@ pub(super) mod tests {
         }
     }
 
-    /// Broadcasts `bytes` from rank 0, and says how many a pass of this rank touched at most.
+    /// Broadcasts `bytes` from rank 0. Returns the most bytes that one pass of this rank touched.
     fn broadcast(rings: Rings, bytes: usize) -> usize {
         let (rank, region) = (rings.rank, rings.regions[rings.rank].clone());
         let shape = Shape { n: 2, rank, in_place: true, ..Shape::default() };
@@ -275,7 +275,7 @@ pub(super) mod tests {
         panic!("rank {rank} did not come to its end");
     }
 
-    /// However fast its peer is: the pass holds what other communicators of the rank wait for.
+    /// This holds however fast the peer is: a pass holds the memory lock, for which the rank's other communicators wait.
     #[test]
     fn a_pass_touches_no_more_than_its_budget() {
         let ranks = Rings::pair().map(|rings| std::thread::spawn(move || broadcast(rings, 256 << 20)));

@@ -21,22 +21,22 @@ pub(crate) const DEVICES: u8 = 2;
 /// What a frame was posted for, and how much of that is free once the frame is released.
 #[derive(Clone, Copy)]
 pub(crate) struct FrameSource {
-    /// The operation: its number, or its key's.
+    /// The operation: a collective's number, or the number of a message's key.
     pub(crate) operation: u64,
     /// Which step, and which of its receivers.
     pub(crate) step: u32,
     pub(crate) receiver: u32,
-    /// What is sent is free up to here.
+    /// What is sent is free up to here: an element of the step's chunk, or a byte of the message or of the lent chunk.
     pub(crate) end: usize,
 }
 
-/// A posted frame whose source, or slot, comes back when it is released.
+/// A posted frame that was not released yet. When it is, its source and its slot come back.
 pub(crate) struct Lent {
     pub(crate) source: FrameSource,
     slot: Option<Slot>,
-    /// It is a user's memory, and the peer, in another process, touches it where it lies.
+    /// Whether it names a user's memory, which the peer, in another process, touches where it lies.
     elsewhere: bool,
-    /// Which frame to the peer it is, from 1.
+    /// Its number among the frames to the peer, from 1.
     frame: u64,
 }
 
@@ -44,18 +44,18 @@ pub(crate) struct Lent {
 struct Peer {
     tx: Option<Box<dyn LinkTx>>,
     rx: Option<Box<dyn LinkRx>>,
-    /// What is yet to be released, but frames that left at once while there was none: nobody asks after those.
+    /// The frames that the peer has yet to release. A frame that left at once while this list was empty is not in it, as nothing comes back.
     lent: VecDeque<Lent>,
-    /// Frames so far.
+    /// How many frames were posted so far.
     posted: u64,
-    /// What was lent to it was taken back: it reads none of that any more.
+    /// Whether all that was lent to the peer was taken back, so that it reads none of that any more.
     quiet: bool,
-    /// What was lent to it is kept elsewhere ([`super::quarantine`]) until this is over.
+    /// The lease of what was lent to the peer. Memory in quarantine ([`super::quarantine`]) is kept until this lease is over.
     lease: Option<Arc<Lease>>,
 }
 
 impl Peer {
-    /// Until when it may touch what it was lent, where that can be known without this port.
+    /// The lease that tells until when the peer may touch what it was lent, if that can be known without this port.
     fn lease(&mut self) -> Option<Arc<Lease>> {
         if self.lease.is_none() {
             self.lease = self.tx.as_ref().and_then(|tx| tx.lease()).map(Arc::new);
@@ -64,11 +64,11 @@ impl Peer {
     }
 }
 
-/// What a frame's payload is, when it is posted.
+/// Where the payload of a frame lies when it is posted.
 pub(crate) enum Payload {
     /// The operation's own memory.
     Memory(*const u8),
-    /// A staging slot that holds it.
+    /// A staging slot that holds it, and its address there.
     Slot(Slot, *const u8),
 }
 
@@ -79,7 +79,7 @@ pub(crate) struct Port {
     channel: u8,
     peers: Vec<Peer>,
     dead: bool,
-    /// Bytes of slots that are filled in turn.
+    /// How many bytes of staging slots are filled in turn ([`TURNED`]).
     pub(crate) turned: usize,
     /// How slots are filled.
     pub(crate) filling: Filling,
@@ -121,7 +121,7 @@ impl Port {
     }
 
     /// From here on a peer that sleeps is not woken for each frame that is posted to it or released, but once, by
-    /// [`ring_bells`](Self::ring_bells). Also where what comes in between fails: then the links are hung up, which wakes it.
+    /// [`ring_bells`](Self::ring_bells). If a failure comes in between, the links are hung up, and that wakes the peer.
     pub(crate) fn hold_bells(&mut self, peer: Rank) {
         let p = &mut self.peers[peer];
         p.tx.iter_mut().for_each(|tx| tx.hold_bell());
@@ -143,20 +143,20 @@ impl Port {
         Some((slot, at))
     }
 
-    /// The same, of a slot that whoever takes it fills again and again.
+    /// The same for a slot that the caller fills again and again: it gets the slot that was given back last.
     pub(crate) fn hold_slot(&mut self) -> Option<(Slot, *mut u8)> {
         let slot = self.region.take_warm_slot()?;
         let at = slot.at();
         Some((slot, at))
     }
 
-    /// Staging slots that are free.
+    /// How many staging slots are free.
     pub(crate) fn free_slots(&self) -> usize {
         let (used, all) = self.region.slots();
         all - used
     }
 
-    /// Posts a frame and remembers what to free when. Returns whether the source is free already.
+    /// Posts a frame, and remembers what comes back when it is released. Returns whether the source is free already.
     pub(crate) fn post(
         &mut self,
         peer: Rank,
@@ -194,8 +194,8 @@ impl Port {
         source: FrameSource,
     ) -> Result<(), Error> {
         let tx = self.tx(peer)?;
-        // SAFETY: memory of an operation, or a slot, as in `post`: in the table, or taken, until the frame is released,
-        // or the links are revoked; and its machine touches none of what is lent meanwhile.
+        // SAFETY: as in `post`, memory of an operation stays in the table, and a slot stays taken, until the frame is released or the
+        // links are revoked. The run that lends the memory does not touch it until then.
         unsafe { tx.lend(header, loan)? };
         let elsewhere = slot.is_none()
             && [loan.input, loan.output.cast_const()].into_iter().any(|at| tx.touches(at, loan.bytes));
@@ -203,8 +203,8 @@ impl Port {
         Ok(())
     }
 
-    /// Counts a frame that was posted, and keeps what to free when it is released. Of one that is `gone` there is nothing,
-    /// unless it has others to wait for: the count of what is released is on a line that the peer writes.
+    /// Counts a frame that was posted, and remembers what comes back when it is released. A frame that is `gone`, without a slot, is
+    /// forgotten if no other is outstanding: so nobody asks for the count of released frames, which is on a cache line that the peer writes.
     fn remember(&mut self, peer: Rank, slot: Option<Slot>, gone: bool, elsewhere: bool, source: FrameSource) {
         let p = &mut self.peers[peer];
         p.posted += 1;
@@ -213,7 +213,7 @@ impl Port {
         }
     }
 
-    /// Takes back what peers have released; tells of each frame.
+    /// Takes back what peers have released, and calls `freed` for each frame. Returns whether there was any.
     pub(crate) fn reap(&mut self, mut freed: impl FnMut(Lent)) -> Result<bool, Error> {
         let mut any = false;
         for p in &mut self.peers {
@@ -246,7 +246,7 @@ impl Port {
         })
     }
 
-    /// Connections that broke, and were not told of yet, with the rank at the other end.
+    /// The connections that have broken and that no earlier call has returned, with the rank at the other end.
     pub(crate) fn breaks(&mut self) -> impl Iterator<Item = (Rank, Break)> {
         self.peers.iter_mut().enumerate().flat_map(|(peer, p)| {
             let sending = p.tx.as_mut().and_then(|tx| tx.take_break());
@@ -277,7 +277,7 @@ impl Port {
         self.peers.iter().all(|p| p.lent.iter().all(|lent| lent.slot.is_none()))
     }
 
-    /// Of a dead communicator: whether peers in other processes, or links by themselves, may still touch users' memory.
+    /// For a dead communicator: whether peers in other processes, or network cards by themselves, may still touch users' memory.
     pub(crate) fn is_touched_elsewhere(&mut self) -> bool {
         self.reclaim();
         // Each link is told to stop writing.
@@ -286,7 +286,8 @@ impl Port {
         is_written || self.peers.iter().any(|p| p.lent.iter().any(|lent| lent.elsewhere))
     }
 
-    /// Until when links from these peers may write to what is received from them. None: that cannot be known.
+    /// The leases of the links from these peers that may still write to what is received from them. `None`: for one of them it cannot be
+    /// known until when.
     pub(crate) fn written_until(&mut self, from: Range<Rank>) -> Option<Vec<Arc<Lease>>> {
         let region = &self.region;
         let links = self.peers.iter_mut().enumerate().filter(|(peer, _)| from.contains(peer));
@@ -294,15 +295,15 @@ impl Port {
         writing.map(|rx| rx.writes_until().map(|until| Arc::new(Lease::written(region, until)))).collect()
     }
 
-    /// Until when they may touch an operation's. None: that cannot be known.
+    /// The leases of the peers that may still touch memory of operation `owner`. `None`: for one of them it cannot be known until when.
     pub(crate) fn leases(&mut self, owner: u64) -> Option<Vec<Arc<Lease>>> {
         let keeps =
             |p: &&mut Peer| p.lent.iter().any(|lent| lent.elsewhere && lent.source.operation == owner);
         self.peers.iter_mut().filter(keeps).map(Peer::lease).collect()
     }
 
-    /// Nobody looks after this port any more: the slots that peers have not given back, and may yet, are kept elsewhere until
-    /// then.
+    /// Nobody drives this port any more: slots that peers have not given back go to the quarantine, which frees them when the peers'
+    /// leases are over.
     pub(crate) fn abandon(&mut self) {
         self.reclaim();
         for p in self.peers.iter_mut().filter(|p| p.lent.iter().any(|lent| lent.slot.is_some())) {
@@ -313,23 +314,25 @@ impl Port {
         }
     }
 
-    /// Of links between devices: whether peers in other processes may still touch users' memory.
+    /// For links between devices: whether peers in other processes may still touch users' memory.
     pub(crate) fn is_read_elsewhere(&mut self) -> bool {
         self.peers.iter_mut().any(|p| p.tx.as_mut().is_some_and(|tx| tx.is_read_elsewhere()))
     }
 
-    /// Takes all lent memory back, for good. `true` once no peer can be reading it.
+    /// Takes all lent memory back, for good. `true` once no peer can be reading it; `false`: ask again.
     pub(crate) fn revoke(&mut self) -> bool {
         self.dead = true;
-        self.peers.iter_mut().all(|Peer { tx, quiet, .. }| {
+        let revoke = |Peer { tx, quiet, .. }: &mut Peer| {
             tx.as_mut().is_none_or(|tx| {
                 *quiet = *quiet || tx.revoke();
                 *quiet
             })
-        })
+        };
+        // All peers are told in this pass, also those after one that is still reading.
+        self.peers.iter_mut().fold(true, |all, peer| revoke(peer) & all)
     }
 
-    /// The same links for the communicator's next generation: what is still lent belongs to none of its operations.
+    /// Keeps the links for the communicator's next generation. What is still lent belongs to none of the new operations.
     pub(crate) fn renew(&mut self) {
         self.peers.iter_mut().flat_map(|p| &mut p.lent).for_each(|lent| lent.source.operation = u64::MAX);
     }
@@ -355,18 +358,18 @@ impl Port {
         self.opener.clone()
     }
 
-    /// Bytes that may lie in a cell when no slot is free.
+    /// The longest payload that a ring's cell holds, so that it needs no slot.
     pub(crate) const INLINE: usize = INLINE;
 }
 
 impl Drop for Port {
     fn drop(&mut self) {
         if forked::is_forked() {
-            return; // to ask what was released would send what waits
+            return; // asking a link what was released would send what it has queued
         }
         self.abandon();
-        // Of a link that cannot tell: it stays taken for the life of the region, which ends with the last communicator of
-        // the world.
+        // What is left are slots on links that have no lease. They stay taken for the life of the region, which ends with the last
+        // communicator of the world.
         self.peers
             .iter_mut()
             .flat_map(|p| p.lent.drain(..))
@@ -382,7 +385,7 @@ mod tests {
     use super::*;
     use crate::link::INLINE;
 
-    /// Copies what is small; counts as released what it is told to.
+    /// Copies small payloads, and reports as many frames as released as the test has set.
     struct Counting(Arc<AtomicU64>);
 
     impl LinkTx for Counting {
@@ -431,7 +434,7 @@ mod tests {
             port.reap(|lent| seen.push((lent.source.operation, lent.source.end))).unwrap();
             seen
         };
-        // Nobody asks after the first two: nothing was outstanding, and they were copied.
+        // The first two are not remembered: they were copied while nothing was outstanding.
         for (number, len) in [(1, 8), (2, 100), (3, 1000), (4, 8), (5, 1000)] {
             assert_eq!(post(&mut port, number, len), len < 1000, "whether the source is free");
         }

@@ -1,8 +1,8 @@
 //! The process's progress thread: one thread that drives every operation that nobody else drives.
 //!
-//! It passes over the endpoints with work, and sleeps in `epoll` when none can move: woken by a peer's doorbell (a flag in the region, a unix socket), a
-//! descriptor that a link has named, a submission, or a deadline. Where a link has something that no descriptor tells of, it asks after that in each pass
-//! and sleeps for microseconds only. Without work of its own it waits for its eventfd alone.
+//! It passes over the endpoints with work, and sleeps in `epoll` when none can move. A peer's doorbell (a flag in the region, a unix socket), a descriptor
+//! that a link has named, a submission or a deadline wakes it. If a link has news that no descriptor tells of, the thread asks for them in each pass and
+//! sleeps for microseconds only. Without work of its own it waits for its eventfd alone, unless it keeps memory that it is to give back later.
 
 use std::cell::OnceCell;
 use std::num::NonZeroU64;
@@ -13,7 +13,7 @@ use std::task::{Wake, Waker};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
-use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, epoll, eventfd};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, epoll, eventfd, poll};
 use rustix::net::{AddressFamily, RecvFlags, SocketFlags, SocketType, recv, socketpair};
 
 use super::sources::{self, Sources};
@@ -28,7 +28,7 @@ use crate::trace::log::LOG;
 
 /// The progress thread spins this long without progress before it sleeps, where there are cores to spare.
 const SPIN: Duration = Duration::from_micros(30);
-/// Naps between activity, during which a submission need not wake it: sleeps of this length.
+/// Without work of its own the thread first sleeps in naps of this length, from which a submission need not wake it.
 const NAP: Duration = Duration::from_millis(1);
 /// How long naps go on after the last operation.
 const LINGER: Duration = Duration::from_millis(20);
@@ -37,33 +37,33 @@ const WATCH: Duration = Duration::from_millis(20);
 /// Pollers, and libraries, are asked this often while operations wait.
 pub(super) const ASK: Duration = Duration::from_micros(50);
 
-/// A sleep of the progress thread may be longer by this than was asked for.
+/// The system may make a sleep of the progress thread longer by so many nanoseconds.
 const SLACK_NS: u64 = 1000;
 
-/// Rings taken off the doorbell after a sleep.
+/// How many rings of the doorbell are read after a sleep, at most.
 const RINGS: usize = 16;
 
 const AWAKE: u32 = 0;
 const NAPPING: u32 = 1;
 const ASLEEP: u32 = 2;
 
-/// What the progress thread drives: one rank's part in a communicator. Nothing of it blocks.
+/// What the progress thread drives: one rank's part in a communicator. None of its functions blocks.
 pub(crate) trait Driven: Send + Sync {
-    /// Makes progress if nobody else is about to.
+    /// Drives the endpoint once, unless another thread drives it.
     fn drive_once(self: Arc<Self>) -> Progress;
-    /// The same before going to sleep: deadlines are looked at for certain.
+    /// The same before the progress thread may sleep: this also checks the deadlines.
     fn drive_and_check(self: Arc<Self>) -> Progress;
     /// Whether another thread drives it, or did since this was last asked.
     fn is_driven(&self) -> bool;
-    /// With nothing to do: gives memory back that it keeps. Whether that is still to be done, later.
+    /// Gives back memory that the endpoint keeps, if it has nothing to do. Returns whether it is to be asked again later.
     fn rest(&self) -> bool;
-    /// Whether it is on the progress thread's list. Who sets it puts it there.
+    /// Whether the endpoint is on the progress thread's list. The thread that sets this puts the endpoint there.
     fn enlisted(&self) -> &AtomicBool;
     /// The rank's region, where peers see whether the progress thread sleeps.
     fn region(&self) -> &Arc<Region>;
     /// Whether there are more ranks than cores on this host: then nobody spins.
     fn is_oversubscribed(&self) -> bool;
-    /// How soon to look again, where it waits for what tells nobody when it is done.
+    /// How soon to look again, if the endpoint waits for something that wakes nobody when it is done.
     fn is_asked(&self) -> Option<Duration> {
         None
     }
@@ -76,15 +76,15 @@ pub(crate) struct ProgressThread {
     state: AtomicU32,
     /// Wakes it from inside the process. No peer has this descriptor.
     wake: OwnedFd,
-    /// What peers have rung comes here...
+    /// From this socket the thread reads the rings of peers...
     rung: OwnedFd,
-    /// ...from there: what they are given. Whether a write to an eventfd, or a read of it, may block is said by a flag that all
-    /// who have the descriptor share, so that any of them could stop the others, and this progress thread. For a socket each call says
-    /// for itself that it must not block.
+    /// ...who write to this one, which they are given. Why not an eventfd: whether calls on that may block depends on a flag which all
+    /// processes that have the descriptor share, so any of them could make the others, and this thread, block. Of a socket each call
+    /// can say for itself that it must not block.
     doorbell: Arc<OwnedFd>,
     epoll: OwnedFd,
     sources: Sources,
-    /// What is asked in each pass over work that nobody else drives, and whether there is any.
+    /// The pollers, which are asked in each pass over work that nobody else drives. `asks`: whether there are any.
     pollers: Mutex<Vec<Weak<dyn Poller>>>,
     asks: AtomicBool,
     waker: OnceLock<Waker>,
@@ -92,7 +92,7 @@ pub(crate) struct ProgressThread {
 
 /// The process's progress thread, started at the first call.
 pub(crate) fn progress_thread() -> Result<Arc<ProgressThread>, Error> {
-    // In a child of a fork the parent's progress thread would be found, and its thread would not be there.
+    // Refuses a forked child: the static below holds the parent's value there, whose thread does not exist in the child.
     forked::begin()?;
     static PROGRESS_THREAD: Mutex<Option<Arc<ProgressThread>>> = Mutex::new(None);
     let mut slot = PROGRESS_THREAD.lock();
@@ -110,14 +110,12 @@ pub(crate) fn progress_thread() -> Result<Arc<ProgressThread>, Error> {
     Ok(progress_thread)
 }
 
-/// Keeps what peers may still touch until all leases are over, and sees to it that the progress thread looks.
+/// Keeps memory that peers may still touch in quarantine until all leases are over, and wakes the progress thread, which looks whether they are.
 pub(crate) fn keep_and_look(what: quarantine::What, leases: Vec<Arc<Lease>>) {
     quarantine::keep(what, leases);
     match progress_thread() {
         Ok(progress_thread) => progress_thread.kick(),
-        Err(error) => LOG.warn(move || {
-            tracing::warn!("memory that a lost rank was lent is not used again: {error}");
-        }),
+        Err(error) => LOG.warn(move || tracing::warn!("memory lent to a lost rank is never freed: {error}")),
     }
 }
 
@@ -196,7 +194,7 @@ impl ProgressThread {
         self.endpoints.lock().push(endpoint);
     }
 
-    /// Makes sure that the progress thread looks at its list soon: a nap ends by itself.
+    /// Makes sure that the progress thread looks at its list soon: wakes it from its sleep, but not from a nap, which soon ends by itself.
     pub(crate) fn nudge(&self) {
         fence(Ordering::SeqCst);
         if self.state.load(Ordering::Relaxed) == ASLEEP {
@@ -214,7 +212,7 @@ impl ProgressThread {
 
     fn run(self: Arc<Self>) {
         never_block_here();
-        // Short sleeps are meant: by default the system adds 50 us to each.
+        // The thread sleeps for as little as 50 us, to which the system by default adds up to another 50 us.
         let _ = rustix::thread::set_current_timer_slack(NonZeroU64::new(SLACK_NS));
         let mut list: Vec<Arc<dyn Driven>> = Vec::new();
         let mut events = Vec::with_capacity(64);
@@ -237,8 +235,8 @@ impl ProgressThread {
                 last_busy = Instant::now();
             }
             let idle = last_moved.elapsed();
-            // Where ranks outnumber cores it sleeps at once: a peer's bell brings it back sooner than a core that was given away,
-            // which whoever else computes keeps for the rest of its time slice.
+            // Where ranks outnumber cores the thread sleeps at once: a peer's doorbell wakes it sooner than it would get back a core that
+            // it has yielded, which another thread that computes keeps for the rest of its time slice.
             if seen.undriven && idle < SPIN && !list.iter().any(|e| e.is_oversubscribed()) {
                 std::hint::spin_loop();
                 continue;
@@ -278,7 +276,7 @@ impl ProgressThread {
         seen
     }
 
-    /// Whether any has news, for the next pass to take.
+    /// Asks all pollers. Returns whether any has news, which the next pass takes.
     fn ask_pollers(&self) -> bool {
         let mut news = false;
         let mut pollers = self.pollers.lock();
@@ -302,7 +300,7 @@ impl ProgressThread {
                 resting.push(new);
             }
         }
-        // A submission between our look and the store found it enlisted: look again.
+        // A submission between the last pass and the store found the endpoint enlisted, and left it to this thread: so it is driven again.
         fence(Ordering::SeqCst);
         if endpoint.clone().drive_once() != Progress::Idle
             && !endpoint.enlisted().swap(true, Ordering::AcqRel)
@@ -316,8 +314,8 @@ impl ProgressThread {
         !quarantine::is_empty() || !self.resting.lock().is_empty()
     }
 
-    /// Asks the endpoints that keep much memory whether they may give it back. `taken` is empty, and its memory is used anew
-    /// each time: the endpoints are asked while nobody waits for the lock of the list.
+    /// Has the endpoints that keep much memory give it back, if they may by now. The list is swapped into `taken`, which is empty, so that its
+    /// lock is not held meanwhile, and so that nothing is allocated.
     fn let_rest(&self, taken: &mut Vec<Weak<dyn Driven>>) {
         std::mem::swap(taken, &mut *self.resting.lock());
         taken.retain(|endpoint| endpoint.upgrade().is_some_and(|endpoint| endpoint.rest()));
@@ -338,36 +336,33 @@ impl ProgressThread {
             flags.extend(list.iter().map(|e| e.region().clone()));
         }
         flags.iter().for_each(|r| r.doorbell_flag().store(1, Ordering::Release));
-        // Pairs with the fences in `Doorbell::ring`, `nudge` and `kick`: either they see the flag, or this pass sees
-        // what they published.
+        // Pairs with the fences in `Doorbell::ring`, `nudge` and `kick`: either they see the flag or the state, or the pass below
+        // sees what was published before them.
         fence(Ordering::SeqCst);
         let mut woken = self.state.load(Ordering::Relaxed) == AWAKE;
-        let looks = timeout.is_none() && self.is_keeping();
-        let timeout = if looks { Some(quarantine::LOOK) } else { timeout };
         if !woken {
             let seen = self.pass(list);
-            // An endpoint enlisted since the last pass has no flag up: nobody would wake us for it (tests/loom: doorbell).
+            // If an endpoint was enlisted since the last pass, the flag of its region is not set, and no peer would wake us (tests/loom: doorbell).
             let unflagged = |e: &Arc<dyn Driven>| !flags.iter().any(|r| Arc::ptr_eq(r, e.region()));
             let waiting = seen.undriven || (seen.driven && state == ASLEEP);
             woken = seen.moved || (waiting && list.iter().any(unflagged));
         }
         if !woken {
-            // A communicator may end while this thread sleeps, for as long as no other needs it: nothing is kept here until then.
+            // The thread may sleep for long, and a communicator may end meanwhile: this list must not keep its endpoint alive.
             list.clear();
-            let spec =
-                timeout.map(|t| Timespec { tv_sec: t.as_secs() as i64, tv_nsec: t.subsec_nanos().into() });
+            // Asked after the pass, which may have left memory to be looked at.
+            let spec = timeout.or_else(|| self.is_keeping().then_some(quarantine::LOOK)).map(timespec);
             if state == NAPPING || timeout.is_none() {
-                // Sockets are somebody else's to drive, or nobody's: their traffic must not wake us. What arrives
-                // meanwhile is still pending in the epoll when we wait for it next.
-                let _ = rustix::event::poll(&mut [PollFd::new(&self.wake, PollFlags::IN)], spec.as_ref());
+                // Other threads drive the links, or nobody does: traffic on their sockets must not wake this thread. What arrives
+                // meanwhile is still pending in the epoll when this thread waits for that next.
+                let _ = poll(&mut [PollFd::new(&self.wake, PollFlags::IN)], spec.as_ref());
             } else {
-                // `epoll::wait` counts milliseconds.
+                // `epoll::wait` counts milliseconds, so a shorter sleep waits for the epoll's own descriptor.
                 let is_short = timeout.is_some_and(|timeout| timeout < NAP);
                 if is_short {
-                    let _ =
-                        rustix::event::poll(&mut [PollFd::new(&self.epoll, PollFlags::IN)], spec.as_ref());
+                    let _ = poll(&mut [PollFd::new(&self.epoll, PollFlags::IN)], spec.as_ref());
                 }
-                let spec = if is_short { Some(Timespec { tv_sec: 0, tv_nsec: 0 }) } else { spec };
+                let spec = if is_short { Some(timespec(Duration::ZERO)) } else { spec };
                 events.clear();
                 let _ = epoll::wait(&self.epoll, rustix::buffer::spare_capacity(events), spec.as_ref());
                 self.sources.read(events);
@@ -377,7 +372,7 @@ impl ProgressThread {
         flags.iter().for_each(|r| r.doorbell_flag().store(0, Ordering::Relaxed));
         let mut count = [0; 8];
         let _ = rustix::io::read(&self.wake, &mut count);
-        // Only then may peers have rung. A few at a time: one that never stops is no reason not to look after the others.
+        // Peers ring where they have seen a flag. Only a few rings are read, so that a peer that never stops does not keep the thread here.
         let rings = if flags.is_empty() { 0 } else { RINGS };
         for _ in 0..rings {
             if recv(&self.rung, &mut count, RecvFlags::DONTWAIT).is_err() {
@@ -394,8 +389,12 @@ struct Seen {
     undriven: bool,
     /// Work that a waiting thread drives itself.
     driven: bool,
-    /// How soon to look again, where nobody tells when something is done.
+    /// How soon to look again, if an endpoint waits for something that wakes nobody when it is done.
     asked: Option<Duration>,
+}
+
+fn timespec(time: Duration) -> Timespec {
+    Timespec { tv_sec: time.as_secs() as i64, tv_nsec: time.subsec_nanos().into() }
 }
 
 impl Seen {
@@ -417,7 +416,8 @@ pub(crate) fn parker() -> Waker {
     thread_local! {
         static PARKER: OnceCell<Waker> = const { OnceCell::new() };
     }
-    PARKER.with(|p| p.get_or_init(|| Waker::from(Arc::new(Unpark(std::thread::current())))).clone())
+    let make = || Waker::from(Arc::new(Unpark(std::thread::current())));
+    PARKER.try_with(|waker| waker.get_or_init(make).clone()).unwrap_or_else(|_| make())
 }
 
 #[cfg(test)]
@@ -427,7 +427,7 @@ pub(crate) mod tests {
     use super::*;
     use crate::link::local::Doorbell;
 
-    /// Rings a doorbell often, on a thread of its own; whether that came to an end.
+    /// Rings a doorbell many times on a thread of its own. Returns whether that came to an end.
     fn rings(fd: Arc<OwnedFd>) -> bool {
         let region = Arc::new(Region::private().unwrap());
         let doorbell = Doorbell::new(region.clone(), fd);
@@ -442,14 +442,14 @@ pub(crate) mod tests {
         told.recv_timeout(Duration::from_secs(10)).is_ok()
     }
 
-    /// Makes calls on a descriptor wait, for all who have it, and fills it.
+    /// Makes calls on a descriptor block, for all who have it, and fills it.
     pub(crate) fn spoil(fd: &OwnedFd) {
         rustix::fs::fcntl_setfl(fd, rustix::fs::OFlags::NONBLOCK).unwrap();
         let _ = rustix::io::write(fd, &(u64::MAX - 1).to_ne_bytes());
         rustix::fs::fcntl_setfl(fd, rustix::fs::OFlags::empty()).unwrap();
     }
 
-    /// Work that only the progress thread looks after. It takes a signal in each pass that finds one, and is over when it is told so.
+    /// Work that only the progress thread drives. A pass that finds a signal takes it. The work is done once `over` is set.
     struct Work {
         signals: Box<dyn Fn() -> bool + Send + Sync>,
         taken: std::sync::mpsc::Sender<()>,
@@ -489,7 +489,7 @@ pub(crate) mod tests {
         }
     }
 
-    /// How long the progress thread usually takes to notice a signal: without being told, it looks after [`WATCH`] again.
+    /// The median of the times that the progress thread takes to notice a signal. If nothing wakes it, it looks again only after [`WATCH`].
     fn notices(signal: impl Fn(), signals: impl Fn() -> bool + Send + Sync + 'static) -> Duration {
         let (taken, told) = std::sync::mpsc::channel();
         let work = Arc::new(Work {
@@ -503,7 +503,7 @@ pub(crate) mod tests {
         progress_thread.enlist(work.clone());
         progress_thread.kick();
         let once = |_| {
-            // After a pass in vain the progress thread spins for a while before it sleeps.
+            // Gives the progress thread time for a pass in vain, after which it sleeps.
             let slept = Instant::now() + 10 * SPIN;
             while Instant::now() < slept {
                 std::thread::yield_now();
@@ -521,7 +521,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn any_descriptor_wakes_the_lane_and_what_has_none_is_asked() {
+    fn any_descriptor_wakes_the_thread_and_what_has_none_is_asked() {
         let progress_thread = progress_thread().unwrap();
         let (reader, writer) = std::io::pipe().unwrap();
         rustix::io::ioctl_fionbio(&reader, true).unwrap();
@@ -549,7 +549,7 @@ pub(crate) mod tests {
         let asked = notices(complete, move || seen.swap(0, Ordering::SeqCst) > 0);
         assert!(watched < WATCH / 4 * 3 && asked < WATCH / 4 * 3, "{watched:?}, {asked:?}");
 
-        // One that has gone is asked no more, and nothing is left of it.
+        // A poller that was dropped is not asked any more, and the list forgets it.
         let (gone, end) = (Arc::downgrade(&device), Instant::now() + Duration::from_secs(10));
         drop(device);
         while gone.strong_count() > 0 {
@@ -565,13 +565,13 @@ pub(crate) mod tests {
         let theirs = progress_thread().unwrap().doorbell().clone();
         spoil(&theirs);
         assert!(rings(theirs), "ringing a peer's progress thread");
-        // Whatever a peer has handed over as its doorbell.
+        // A peer may hand over any descriptor as its doorbell.
         let full = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
         spoil(&full);
         assert!(rings(Arc::new(full)), "ringing what is no doorbell");
     }
 
-    /// The thread sleeps for as long as nobody needs it, and what it found idle before that is given back by whoever has used it.
+    /// The thread sleeps for as long as nobody needs it. Meanwhile it must not keep the endpoints alive that its last pass looked at.
     #[test]
     fn nothing_is_kept_by_a_thread_that_sleeps() {
         let thread = Arc::new(ProgressThread::new().unwrap());

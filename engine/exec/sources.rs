@@ -1,4 +1,5 @@
-//! What reads the descriptors that the progress thread sleeps on and does not know how to read: a network card's, which tells that the card has failed.
+//! The descriptors on which the progress thread sleeps, but which it cannot read itself: each has a `Source` that reads it. Such a descriptor is a
+//! network card's, which tells that the card has failed.
 
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Weak;
@@ -9,17 +10,18 @@ use rustix::event::epoll;
 use crate::error::Error;
 use crate::link::Source;
 
-/// What an event of the epoll carries: of a descriptor that wakes the progress thread, of a link's, and from here on of a source's.
+/// The number in an epoll event: `WAKE` for a descriptor that wakes the progress thread, `LINK` for a link's, and from `FIRST` on for the sources'.
 pub(super) const WAKE: u64 = 0;
 pub(super) const LINK: u64 = 1;
 const FIRST: u64 = 2;
 
-/// The sources, each in the place that the events of its descriptor carry.
+/// The sources. An event of a source's descriptor carries `FIRST` plus the source's index here.
 #[derive(Default)]
 pub(super) struct Sources(Mutex<Vec<Weak<dyn Source>>>);
 
 impl Sources {
-    /// Adds a source, and its descriptor to the epoll: told each time that something has come, not for as long as it is there.
+    /// Adds a source, and its descriptor to the epoll (edge-triggered: an event comes whenever something new has arrived, not for as long as it is
+    /// unread).
     pub(super) fn add(
         &self,
         epoll: &OwnedFd,
@@ -27,7 +29,8 @@ impl Sources {
         source: Weak<dyn Source>,
     ) -> Result<(), Error> {
         let mut sources = self.0.lock();
-        // An event of a source that is gone may still carry its place, as others may hold the descriptor open: then the new one reads in vain.
+        // The place of a source that is gone is used again. Events of the old descriptor may still carry it, if another process holds that descriptor
+        // open: then the new source reads in vain.
         let place = sources.iter().position(|source| source.strong_count() == 0).unwrap_or(sources.len());
         let data = epoll::EventData::new_u64(FIRST + place as u64);
         epoll::add(epoll, fd, data, epoll::EventFlags::IN | epoll::EventFlags::ET)
@@ -39,7 +42,7 @@ impl Sources {
         Ok(())
     }
 
-    /// Has each source read that one of these events is about.
+    /// Calls `read` of each source whose descriptor one of these events is about.
     pub(super) fn read(&self, events: &[epoll::Event]) {
         for event in events {
             let Some(place) = event.data.u64().checked_sub(FIRST) else { continue };
@@ -96,7 +99,7 @@ mod tests {
         rustix::io::write(&to_a, b"x").unwrap();
         rustix::io::write(&to_b, b"x").unwrap();
         assert_eq!(read(), [1, 2, 0]);
-        // Gone: what comes for it is nobody's, until another one has its place.
+        // The first source is gone: events for it reach nobody, until another source takes its place.
         let [gone, _, _] = &reads;
         let dead: Weak<dyn Source> = {
             let new: Arc<dyn Source> = Arc::new(Reads::default());

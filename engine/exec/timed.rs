@@ -1,4 +1,4 @@
-//! Plans without memory: a clock hears how many bytes would be touched. The simulator runs them ([`crate::sim`]).
+//! [`Timed`]: the backend that runs plans without memory, and tells a clock how many bytes would be touched. The simulator uses it ([`crate::sim`]).
 
 use std::sync::Arc;
 
@@ -12,24 +12,24 @@ use crate::error::Error;
 use crate::link;
 use crate::plan::{Lending, Program, Slot};
 
-/// How simulated ranks are to lend each other memory, where the plan has a form for that.
+/// How simulated ranks lend each other memory, if there is a plan of loans.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Loans {
-    /// Peers touch memory where it lies: ranks of one process, or buffers in their hosts' regions.
+    /// Peers touch memory where it lies: as ranks of one process do, or ranks of one host whose buffers are in their regions.
     InPlace,
-    /// Memory is lent in staging slots: ranks in processes of their own.
+    /// Memory is lent in staging slots: as between ranks in processes of their own.
     InSlots,
 }
 
-/// Hears of the work of a rank that moves no memory.
+/// Is told of the work of a simulated rank, which moves no memory.
 pub(crate) trait Clock: Send + Sync {
-    /// So many bytes of this rank's own were read or written.
+    /// The rank has read or written so many bytes.
     fn touch(&self, bytes: usize);
-    /// So many bytes were read that another rank has lent, from that rank's core.
+    /// So many of the bytes that were touched are lent by other ranks, and had to be fetched from their cores, which takes time in addition.
     fn fetch(&self, bytes: usize);
 }
 
-/// No memory.
+/// The backend of a simulated rank.
 #[derive(Clone)]
 pub(crate) struct Timed {
     clock: Arc<dyn Clock>,
@@ -39,14 +39,14 @@ pub(crate) struct Timed {
 }
 
 impl Timed {
-    /// What this clock hears of, in slices of so many bytes; whether and how memory is lent.
+    /// A backend that tells `clock` of its work, in slices of `slice` bytes. `loans`: how memory is lent; `None`: it is not.
     pub(crate) fn new(clock: Arc<dyn Clock>, slice: usize, loans: Option<Loans>) -> Timed {
         Timed { clock, slice, loans }
     }
 }
 
 impl Backend for Timed {
-    /// The thread that simulates loses none to it.
+    /// Calls take the simulating thread no time, so the bytes of a pass need no limit.
     const TAKES_TIME: bool = false;
     const SENDS_INPUT: bool = true;
     const IS_ALIGNED: bool = false;

@@ -1,5 +1,5 @@
-//! Accepting connections: a bounded number at a time proves itself, the oldest goes for the newest, and strangers disturb
-//! nobody.
+//! Accepts connections. Only so many may be in the handshake at once; beyond that the oldest is dropped for the newest, so that strangers keep no
+//! rank out.
 
 use std::fs::File;
 use std::future::Future;
@@ -21,12 +21,12 @@ use super::message::DataHello;
 use crate::error::limits;
 use crate::types::Rank;
 
-/// Connections that may be proving themselves at once. Beyond, the oldest of them goes.
+/// How many connections may be proving themselves at once. Beyond that the oldest is dropped...
 const AT_ONCE: usize = 64;
-/// But not before a rank of ours had time to say its first words, which it does at once...
+/// ...but one that has said nothing only after this time, as a rank of this job sends its first bytes at once...
 const SILENT: Duration = Duration::from_millis(50);
-/// ... or, having said them, to prove itself: on a busy machine its turn may be long in coming. Who was dropped all the same
-/// dials again ([`super::connect`]).
+/// ...and one that has sent its first bytes only after this time, as on a busy machine it may wait long for a core. A rank that is dropped all the
+/// same dials again ([`super::connect`]).
 const SPEAKING: Duration = Duration::from_secs(1);
 
 /// A connection that has not proved itself.
@@ -36,19 +36,19 @@ struct Unproven {
     task: AbortHandle,
 }
 
-/// All of them, the oldest first.
+/// The connections that have not proved themselves, the oldest first.
 #[derive(Default)]
 struct Hall(Vec<Unproven>);
 
 impl Hall {
-    /// Makes room for one more, or says when there may be some.
+    /// If there are too many, drops the oldest whose time is over. If no time is over yet, returns when the first will be.
     fn make_room(&mut self, now: Instant) -> Result<(), Instant> {
         self.0.retain(|u| !u.task.is_finished() && u.progress.stage() < Stage::Proven);
         if self.0.len() <= AT_ONCE {
             return Ok(());
         }
         let patience = |u: &Unproven| if u.progress.stage() == Stage::Silent { SILENT } else { SPEAKING };
-        // Those that have said nothing go before those that have.
+        // Those that have said nothing are dropped before those that have.
         let due =
             |stage| self.0.iter().position(|u| u.progress.stage() == stage && u.since + patience(u) <= now);
         let oldest = due(Stage::Silent).or_else(|| due(Stage::Speaking));
@@ -62,7 +62,7 @@ impl Hall {
     }
 }
 
-/// Something that connections come to.
+/// A listening socket.
 pub(super) trait Listen: Send + Sync + 'static {
     type Stream: AsyncRead + AsyncWrite + Unpin + Send + 'static;
     /// The next connection, and who made it, for messages to people.
@@ -78,28 +78,28 @@ impl Listen for TcpListener {
     }
 }
 
-/// Who has come.
+/// A connection that was accepted.
 pub(super) struct Visit {
     /// For messages to people.
     pub(super) peer: String,
-    /// How far it has come with proving itself: kept up by the handshake.
+    /// How far it has come with proving itself. The handshake updates this.
     pub(super) progress: Arc<Progress>,
 }
 
-/// How long a member that cannot be let in, as no descriptor is left, may take to hear so.
+/// How long it may take to tell a member that it cannot be let in, as this process has no descriptor left.
 const APOLOGY: Duration = Duration::from_secs(1);
 
-/// Who listens, for those that cannot be let in because no descriptor is left in this process: each of them is told so. A connection
-/// that nobody accepts would wait for its deadline, and nobody would know why.
+/// What a listener needs to turn connections away when this process has no descriptor left. Each is told so: a connection that nobody accepts would
+/// wait until its deadline, and nobody would know why.
 pub(super) struct Porter<F> {
     pub(super) rank: Rank,
     pub(super) token: Token,
-    /// Called when a member was turned away so: with why, and what it had come for.
+    /// Called when a member was turned away: with the reason, and what it had come for.
     pub(super) turned_away: F,
 }
 
 impl<F: Fn(&str, &Purpose) + Send> Porter<F> {
-    /// Gives up the descriptor that was kept for this, tells whoever comes next, and takes it again.
+    /// Closes the descriptor that is held in reserve, so that the next connection can be accepted, tells it the reason, and opens the reserve again.
     async fn turn_away<L: Listen>(&self, listener: &L, spare: &mut Option<File>, error: &io::Error) {
         drop(spare.take());
         let why = format!("rank {} cannot take one more connection: {}", self.rank, limits::explained(error));
@@ -125,7 +125,7 @@ impl<F: Fn(&str, &Purpose) + Send> Porter<F> {
     }
 }
 
-/// A descriptor that is held for when none is left.
+/// A descriptor to be held in reserve for the time when no other is left.
 fn reserve() -> Option<File> {
     File::open("/dev/null").ok()
 }
@@ -153,18 +153,18 @@ where
                 });
                 hall.0.push(Unproven { since: Instant::now(), progress, task });
                 while let Err(until) = hall.make_room(Instant::now()) {
-                    // Or one of them has done with it.
+                    // Until then, or until a task has ended.
                     let _ = timeout_at(until, tasks.join_next()).await;
                 }
             }
             Err(e) if limits::is_limit(&e) => {
                 tracing::warn!("accepting a connection: {e}");
                 porter.turn_away(&listener, &mut spare, &e).await;
-                // Not at once again, where even that was in vain.
+                // A pause before the next try, as turning away may have failed, too.
                 tokio::time::sleep(Duration::from_millis(20)).await;
             }
             Err(e) => {
-                // A connection that was reset while it waited.
+                // Most likely a connection that was reset while it waited to be accepted.
                 tracing::warn!("accepting a connection: {e}");
                 tokio::time::sleep(Duration::from_millis(20)).await;
             }
@@ -172,10 +172,11 @@ where
     }
 }
 
-/// Where the control connection of each higher rank is awaited; taken by the first that comes.
+/// By rank: hands what each higher rank brings (its control connection, its descriptors) to the task that awaits it. The first connection that brings
+/// it takes the sender.
 type Awaited<T> = Vec<Mutex<Option<oneshot::Sender<T>>>>;
 
-/// What the listener of a rank in a mesh knows, and where it hands connections on to.
+/// What a rank's listener knows of its world, and where it hands connections on.
 pub(super) struct Door {
     pub(super) world: [u8; 16],
     pub(super) rank: Rank,
@@ -183,9 +184,9 @@ pub(super) struct Door {
     pub(super) token: Token,
     pub(super) control: Awaited<TcpStream>,
     pub(super) data: mpsc::UnboundedSender<(DataHello, StdStream)>,
-    /// Where it is said that a rank has given up connecting: which one began with it, and why.
+    /// Receives the news that a rank has given up connecting: the rank that gave up first, and why.
     pub(super) gave_up: mpsc::UnboundedSender<(Rank, String)>,
-    /// Why this rank has given up itself: whoever comes is told.
+    /// Why this rank has given up itself. Ranks that come to connect to it are told.
     pub(super) closed: OnceLock<String>,
 }
 
@@ -196,7 +197,7 @@ enum Admitted {
 }
 
 impl Door {
-    /// Whether this purpose has a place here.
+    /// Whether a connection for this purpose is let in.
     fn admit(&self, purpose: Purpose) -> Result<Admitted, String> {
         match purpose {
             Purpose::Control { world, from, to } => {
@@ -209,7 +210,10 @@ impl Door {
                 if awaited {
                     Ok(Admitted::Control(from))
                 } else {
-                    Err(format!("rank {} has, or awaits no, control connection from rank {from}", self.rank))
+                    Err(format!(
+                        "rank {} already has its control connection from rank {from}, or awaits none",
+                        self.rank
+                    ))
                 }
             }
             Purpose::Data { world, to, hello } => {
@@ -230,10 +234,10 @@ impl Door {
         }
     }
 
-    /// For its listeners.
+    /// The [`Porter`] of this rank's listeners.
     pub(super) fn porter(&self) -> Porter<impl Fn(&str, &Purpose) + Send + Sync + use<>> {
         let (rank, gave_up) = (self.rank, self.gave_up.clone());
-        // While this rank connects to the others, it cannot go on either. Later nobody listens to this.
+        // While this rank connects to the others, it gives up if it has to turn a rank away. Later nobody receives this.
         let turned_away = move |why: &str, _: &Purpose| _ = gave_up.send((rank, why.into()));
         Porter { rank, token: self.token.clone(), turned_away }
     }
@@ -266,7 +270,7 @@ impl Door {
         match handshake::accept(&mut stream, &self.token, deadline, progress, |p| self.admit(p)).await? {
             Admitted::Control(from) => {
                 if let Some(waiting) = self.control.get(from).and_then(|c| c.lock().take()) {
-                    // Nobody waits any more: joining failed, and the connection closes.
+                    // If nobody waits any more, as joining has failed, this closes the connection.
                     let _ = waiting.send(stream);
                 }
             }

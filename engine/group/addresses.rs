@@ -6,21 +6,22 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, ToSocketAddr
 use std::ops::RangeInclusive;
 use std::str::FromStr;
 
-use if_addrs::{IfAddr, Interface};
+use if_addrs::{IfAddr, IfOperStatus, Interface};
 
 use super::host;
 use crate::error::{Error, limits};
 
-/// Which interfaces ranks are reached at.
+/// The variable that says at which interfaces the others reach a rank.
 pub(crate) const INTERFACE: &str = "ALLSTREAM_INTERFACE";
-/// Among which ports a rank's own listener is.
+/// The variable that says which ports a rank's own listener may take.
 pub(crate) const PORTS: &str = "ALLSTREAM_PORTS";
 
-/// No rank says more addresses of itself: each may take its part of the time for connecting.
+/// The most addresses that a rank gives the others: they try them in turn, and each may use up its share of the time for connecting.
 const MOST: usize = 8;
 
-/// Which interfaces count, as in `NCCL_SOCKET_IFNAME`: those whose names begin so (`eth`), that are called so (`=eth0`), or whose
-/// address is in a subnet (`10.1.0.0/16`), the first named before the others; with `^` before them, all but those.
+/// The interfaces at which the others reach a rank, written as in `NCCL_SOCKET_IFNAME`: those whose names begin with a name (`eth`), those that have
+/// just this name (`=eth0`), or those whose address is in a subnet (`10.1.0.0/16`); the first named come first. With `^` in front: all but those,
+/// without loopback.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Interfaces {
     text: String,
@@ -73,7 +74,7 @@ fn subnet(ip: &str, bits: &str) -> Option<Named> {
     (bits <= if ip.is_ipv4() { 32 } else { 128 }).then_some(Named::Subnet(ip, bits))
 }
 
-/// Whether the first bits of two addresses are the same.
+/// Whether the first `bits` bits of two addresses are the same.
 fn is_within(ip: IpAddr, net: IpAddr, bits: u8) -> bool {
     let same = |a: u128, b: u128, width: u8| {
         let rest = u32::from(width - bits);
@@ -97,7 +98,7 @@ impl Named {
 }
 
 impl Interfaces {
-    /// The addresses that count, the best first: of one interface those of the family by which the ranks meet.
+    /// The addresses that are chosen, the best first: in the order of the names, and for one name those of the family of `family` first.
     fn choose(&self, mut all: Vec<Own>, family: IpAddr) -> Vec<IpAddr> {
         all.sort_by_key(|own| own.ip.is_ipv4() != family.is_ipv4());
         let fits = |named: &Named, own: &Own| named.fits(&own.name, own.ip);
@@ -121,7 +122,7 @@ impl Interfaces {
         chosen
     }
 
-    /// Those of this host.
+    /// The chosen addresses of this host; an error if there is none.
     fn chosen(&self, family: IpAddr) -> Result<Vec<IpAddr>, String> {
         let all =
             own().map_err(|e| format!("asking for this host's interfaces: {}", limits::explained(&e)))?;
@@ -142,6 +143,7 @@ impl Interfaces {
 struct Own {
     name: String,
     ip: IpAddr,
+    is_up: bool,
 }
 
 impl fmt::Display for Own {
@@ -150,19 +152,20 @@ impl fmt::Display for Own {
     }
 }
 
-/// The addresses of this host's interfaces that are up.
+/// The addresses of this host's interfaces, also of those that are down, but no link-local ones.
 fn own() -> io::Result<Vec<Own>> {
     let own = |interface: Interface| {
         let ip = match &interface.addr {
             IfAddr::V4(v4) => IpAddr::V4(v4.ip),
             IfAddr::V6(v6) => IpAddr::V6(v6.ip),
         };
-        Own { name: interface.name, ip }
+        let is_up = interface.oper_status != IfOperStatus::Down;
+        Own { name: interface.name, ip, is_up }
     };
     Ok(if_addrs::get_if_addrs()?.into_iter().map(own).collect())
 }
 
-/// All of them, for messages to people.
+/// All addresses of this host, for messages to people.
 pub(super) fn shown() -> String {
     match own() {
         Ok(all) if all.is_empty() => "none".into(),
@@ -171,10 +174,10 @@ pub(super) fn shown() -> String {
     }
 }
 
-/// Interfaces that lead to containers and virtual machines of this host, and to nowhere else.
+/// How the names of interfaces begin that lead to containers and virtual machines of this host, and to nowhere else.
 const WITHIN: [&str; 6] = ["docker", "virbr", "veth", "br-", "cni", "podman"];
 
-/// The address from which this host reaches another one. Nothing is sent: the system only chooses the way.
+/// The address from which this host reaches another one. Nothing is sent: the system only chooses a route.
 fn toward(there: SocketAddr) -> io::Result<IpAddr> {
     let any: IpAddr =
         if there.is_ipv4() { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() };
@@ -183,14 +186,15 @@ fn toward(there: SocketAddr) -> io::Result<IpAddr> {
     Ok(probe.local_addr()?.ip())
 }
 
-/// An address of this host that other hosts reach, as far as this host can know: by the way to the world, else of an interface that
-/// leads out of this host.
+/// Addresses of this host at which others may reach it, as far as this host can know. First those from which it reaches the internet, then those of
+/// its interfaces; interfaces that lead only to its own containers and virtual machines come last.
 fn outward() -> Vec<IpAddr> {
-    // Of the addresses that stand for the world in documents: nobody is there.
+    // Addresses that are reserved for documentation, so that nobody has them: the route to them is the one to the internet.
     let worlds =
         [SocketAddr::from(([192, 0, 2, 1], 9)), SocketAddr::from(([0x2001, 0xdb8, 0, 0, 0, 0, 0, 1], 9))];
     let ways = worlds.into_iter().filter_map(|there| toward(there).ok());
     let mut all = own().unwrap_or_default();
+    all.retain(|own| own.is_up);
     all.sort_by_key(|own| (WITHIN.iter().any(|within| own.name.starts_with(within)), own.ip.is_ipv6()));
     let mut found: Vec<IpAddr> = Vec::new();
     for ip in ways.chain(all.into_iter().map(|own| own.ip)) {
@@ -223,7 +227,7 @@ pub(crate) struct Reach {
     pub(crate) ports: Option<RangeInclusive<u16>>,
 }
 
-/// `20000-20999`, or one port.
+/// Reads a range such as `20000-20999`, or one port.
 pub(crate) fn ports(text: &str) -> Result<RangeInclusive<u16>, String> {
     let (first, last) = text.trim().split_once('-').unwrap_or((text.trim(), text.trim()));
     let port = |text: &str| text.trim().parse::<u16>().ok().filter(|port| *port > 0);
@@ -234,7 +238,7 @@ pub(crate) fn ports(text: &str) -> Result<RangeInclusive<u16>, String> {
 }
 
 impl Reach {
-    /// What the environment says, where it has not been said in code.
+    /// What the environment says. Used if nothing was said in code.
     pub(crate) fn from_env() -> Result<Reach, Error> {
         let get = |name| std::env::var(name).ok().filter(|value: &String| !value.trim().is_empty());
         let invalid = |problem| Error::invalid("read the environment", problem);
@@ -250,10 +254,10 @@ impl Reach {
         Ok(Reach { interfaces: interfaces.transpose()?, ports: ports.transpose()? })
     }
 
-    /// Opens a rank's own listener: at the address that is known to be the right one, or where the user says. Returns it with the
-    /// addresses to be told to the other ranks, the best first; `known` stands for itself where it is unspecified.
+    /// Opens a rank's own listener: at `known`, or at the interfaces that the user has named. Returns it with the addresses to be told to the other
+    /// ranks, the best first. An unspecified `known` is told as it is: rank 0, which alone may have one, replaces it for each rank.
     ///
-    /// `at_all`: `known` is a loopback address that a name led to, which other hosts do not reach: the host's others are told, too.
+    /// `at_all`: a name led to `known`, a loopback address, at which other hosts do not reach this one: so its other addresses are told, too.
     pub(super) fn listen(
         &self,
         known: IpAddr,
@@ -299,13 +303,13 @@ impl Reach {
         Ok((listener, at))
     }
 
-    /// A listener at a free port of those that may be taken.
+    /// Opens a listener at a free port, of those that the user has named if there are any.
     fn open(&self, at: IpAddr) -> Result<TcpListener, String> {
         let Some(ports) = &self.ports else {
             return bind(SocketAddr::new(at, 0)).map_err(|e| limits::explained(&e));
         };
         let count = u32::from(ports.end() - ports.start()) + 1;
-        // Ranks of one host, which start at once, begin at different ones.
+        // Ranks of one host start at the same time, so each begins at a random port.
         let first = u32::from_le_bytes(host::random().map_err(|e| e.to_string())?) % count;
         for i in 0..count {
             let port = ports.start() + ((u64::from(first) + u64::from(i)) % u64::from(count)) as u16;
@@ -323,29 +327,29 @@ impl Reach {
     }
 }
 
-/// A listener with a queue long enough for a world that comes at once.
+/// A listener whose queue is long enough for all ranks of a world at once.
 fn bind(address: SocketAddr) -> io::Result<TcpListener> {
     let listener = TcpListener::bind(address)?;
     rustix::net::listen(&listener, 4096)?;
     Ok(listener)
 }
 
-/// The same at a fixed address, for this process's control thread.
+/// A listener at a fixed address, for this process's control thread.
 pub(super) fn listen_at(address: SocketAddr) -> io::Result<tokio::net::TcpListener> {
     let listener = bind(address)?;
     listener.set_nonblocking(true)?;
     tokio::net::TcpListener::from_std(listener)
 }
 
-/// The address of this host that whatever is there sees; none where that is this host, and was named by a name: the name of a host is
-/// often a loopback address on the host itself, and another one elsewhere.
+/// The address of this host that is seen at `there`. None if `there` is a name that does not resolve, or leads only to loopback addresses: a host
+/// often knows its own name by one, and elsewhere the name leads to another address.
 fn seen_from(there: &str, port: u16) -> Option<IpAddr> {
     let is_literal = is_literal(there);
     let found = (there, port.max(1)).to_socket_addrs().ok()?;
     found.filter_map(|there| toward(there).ok()).find(|ip| is_literal || !ip.is_loopback())
 }
 
-/// Whether these are the words for an address, which mean the same on every host.
+/// Whether this is an address or `localhost`, which mean the same on every host, and no other name.
 pub(super) fn is_literal(host: &str) -> bool {
     host == "localhost" || host.parse::<IpAddr>().is_ok()
 }

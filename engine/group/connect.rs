@@ -26,22 +26,22 @@ use crate::link::verbs::Card;
 use crate::link::{Lends, LinkKind, Locality};
 use crate::types::{LinkClass, Rank};
 
-/// The most that one address may cost while others are left to try.
+/// The most time that one address may take while others are left to try.
 const PER_ADDRESS: Duration = Duration::from_secs(3);
 
-/// A connection for data is probed once nothing has come over it for so long, and again as often; after so many probes
-/// without an answer it is broken, 20 seconds after the path is.
+/// A data connection is probed when nothing has come over it for `PROBE_AFTER`, and then every `PROBE_EVERY`. After `PROBES` probes without an answer
+/// it counts as broken: 20 seconds after the network path has failed.
 ///
-/// A communicator may be silent for hours. Firewalls and NATs forget silent connections, some after a minute: probes every
-/// ten seconds keep them, and find those that are forgotten all the same. Data flows one way only, so it is the receiver
-/// whose probes find a path that takes none: the sender's data wait for an answer, for a quarter of an hour as the system
-/// has it. `TCP_USER_TIMEOUT` would end that sooner, but also while a receiver that lives takes nothing, as one does
-/// that computes for a minute. Control connections need no probes: heartbeats go both ways.
+/// A communicator may be silent for hours. Firewalls and NATs forget silent connections, some after a minute: probes every ten seconds keep them
+/// alive, and find those that were forgotten all the same. Data flows one way only, so the receiver's probes find a path that takes no data: the
+/// sender would wait for an acknowledgement for a quarter of an hour, as the system is set. `TCP_USER_TIMEOUT` would end that sooner, but would also
+/// end the connection to a receiver that lives and reads nothing, for instance because it computes for a minute. Control connections need no probes:
+/// heartbeats go both ways.
 const PROBE_AFTER: Duration = Duration::from_secs(10);
 const PROBE_EVERY: Duration = Duration::from_secs(2);
 const PROBES: u32 = 5;
 
-/// Makes a connection that has proved itself one for data: not blocking, and probed.
+/// Makes a connection that has proved itself a data connection: non-blocking, and probed.
 pub(super) fn for_data(stream: TcpStream) -> io::Result<StdStream> {
     let socket = stream.into_std()?;
     sockopt::set_tcp_keepidle(&socket, PROBE_AFTER)?;
@@ -51,7 +51,7 @@ pub(super) fn for_data(stream: TcpStream) -> io::Result<StdStream> {
     Ok(socket)
 }
 
-/// The addresses of a host name. Literal addresses ask nobody.
+/// The addresses of a host name. For a literal address no name server is asked.
 pub(super) async fn resolve(address: &Address) -> Result<Vec<SocketAddr>, String> {
     let found = tokio::net::lookup_host((address.host.as_str(), address.port)).await;
     let found: Vec<_> =
@@ -62,7 +62,7 @@ pub(super) async fn resolve(address: &Address) -> Result<Vec<SocketAddr>, String
     Ok(found)
 }
 
-/// How long one of so many addresses that are left may take.
+/// Until when one address may be tried, if so many are left.
 fn share(deadline: Instant, left: usize) -> Instant {
     let now = Instant::now();
     let part = deadline.saturating_duration_since(now) / u32::try_from(left).unwrap_or(u32::MAX).max(1);
@@ -73,7 +73,7 @@ async fn connect_to(address: &SocketAddr, until: Instant) -> io::Result<TcpStrea
     let stream = timeout_at(until, TcpStream::connect(address))
         .await
         .unwrap_or(Err(io::ErrorKind::TimedOut.into()))?;
-    // A port of the ephemeral range where nobody listens may connect to itself.
+    // If nobody listens at a port of the ephemeral range, this end may get that same port, and so be connected to itself.
     if stream.local_addr()? == stream.peer_addr()? {
         return Err(io::ErrorKind::ConnectionRefused.into());
     }
@@ -96,18 +96,18 @@ pub(super) async fn connect_once(
     Err(last)
 }
 
-/// A handshake that broke off is tried again so often: the other side may have dropped it, unproven as it was, for newer
-/// ones, where strangers crowd its door or this process was slow to speak.
+/// How often a handshake is tried if it breaks off. The other side may have dropped the connection for newer ones, before it was proven: because
+/// strangers crowd its listener, or because this process was slow to speak.
 const ATTEMPTS: u32 = 6;
 
-/// After which time a handshake that has broken off is tried again; `None`: it was tried often enough.
+/// How long to wait before a handshake that has broken off is tried again. `None`: it was tried often enough.
 fn again_after(attempt: &mut u32) -> Option<Duration> {
     let pause = *attempt * Duration::from_millis(30);
     *attempt += 1;
     (*attempt <= ATTEMPTS).then_some(pause)
 }
 
-/// What became of an address.
+/// Why connecting at an address failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Failure {
     /// This process, or its machine, has run out of something.
@@ -118,7 +118,7 @@ pub(super) enum Failure {
     Unreached,
     /// The handshake broke off.
     Broken,
-    /// Whoever is there said no, or is another rank, or none.
+    /// Whoever answered has refused the connection, is another rank, or is no rank of this job.
     Denied,
 }
 
@@ -132,7 +132,7 @@ impl Failure {
     }
 }
 
-/// Why a rank was not reached, and at which addresses that was tried.
+/// Why a rank was not reached, and at which addresses it was tried.
 #[derive(Debug)]
 pub(super) struct Unreached {
     pub(super) at: String,
@@ -141,9 +141,9 @@ pub(super) struct Unreached {
     pub(super) is_limit: bool,
 }
 
-/// Connects to a rank's listener, which is known to have been there, and proves that this one belongs to the world. An address counts
-/// only if the handshake answers there as the rank that is meant; else the next one is tried. A second refusal everywhere means that
-/// the rank is gone.
+/// Connects to the listener of a rank that has registered, and proves that this rank belongs to the world. An address counts only if the rank that is
+/// meant answers the handshake there; otherwise the next one is tried. Tries all addresses again until the deadline. Fails sooner if all of them have
+/// refused twice (then the rank is gone), if none is worth another try, or if this process has run out of something.
 pub(super) async fn dial(
     addresses: &[SocketAddr],
     token: &Token,
@@ -241,7 +241,7 @@ pub(crate) struct Ready {
     pub(crate) problem: Option<String>,
 }
 
-/// A pair of ranks that is settled: messages can flow.
+/// This rank's side of a pair of ranks that have settled everything: messages can flow.
 pub(super) struct Pair {
     pub(super) rank: Rank,
     pub(super) stream: TcpStream,
@@ -252,11 +252,11 @@ pub(super) struct Pair {
     pub(super) tried: Option<Tried>,
 }
 
-/// Why connecting has failed here.
+/// Why this rank has given up connecting to the others.
 pub(super) struct Failed {
-    /// The rank that began with it.
+    /// The rank that gave up first.
     pub(super) first: Rank,
-    /// Why it did.
+    /// Why that rank gave up.
     pub(super) why: String,
 }
 
@@ -272,14 +272,14 @@ impl Failed {
     }
 }
 
-/// What all pairs of a rank are made from.
+/// What this rank needs to become a pair with every other rank.
 pub(super) struct Pairing {
     pub(super) rank: Rank,
     pub(super) table: Table,
     pub(super) token: Token,
     pub(super) link: LinkChoice,
     pub(super) fds: Arc<Vec<OwnedFd>>,
-    /// The port by which hosts try to talk by RDMA, or why it cannot be opened, where the table has them try.
+    /// This rank's open port for trials of RDMA, or why it cannot be opened. `None`: the ranks do not try RDMA.
     pub(super) card: Option<Result<Arc<Card>, String>>,
     pub(super) deadline: Instant,
 }
@@ -319,7 +319,8 @@ impl Pairing {
             Side::Dial => {
                 let purpose = Purpose::Control { world, from: self.rank, to: peer };
                 let mut addresses = theirs.addresses.clone();
-                // The last resort: on another host they lead to that host itself, but containers may share a loopback.
+                // Loopback addresses of a rank on another host come last: they usually lead to this host itself, but containers may share a loopback
+                // interface.
                 let abroad = ours.process.host != theirs.process.host;
                 addresses.sort_by_key(|address| abroad && address.ip().is_loopback());
                 let dialled = dial(&addresses, &self.token, &purpose, self.deadline).await;
@@ -363,7 +364,7 @@ impl Pairing {
         Ok(Pair { rank: peer, stream, frames, link, handed, tried })
     }
 
-    /// Both ranks know that they cannot share memory: they use what joins any two, unless that was ruled out.
+    /// For two ranks that both know that they cannot share memory: they use TCP, but if a link was chosen this is an error.
     fn without_memory(&self, peer: Rank, why: &str) -> Result<Handed, String> {
         if self.link != LinkChoice::AUTO {
             return Err(format!(

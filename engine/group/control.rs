@@ -22,15 +22,15 @@ use crate::types::Rank;
 
 /// How long a leaving rank waits for its goodbyes to be written and taken.
 pub(super) const FLUSH: Duration = Duration::from_secs(1);
-/// Questions and answers beyond this many waiting messages are dropped: they are asked again.
+/// If this many messages wait, questions and answers are dropped: they are sent again later.
 const SOFT_LIMIT: usize = 1 << 10;
-/// Nothing is queued beyond this: the rank takes nothing, and will be found silent.
+/// If this many messages wait, nothing more is queued: the other rank reads nothing, and will be found silent.
 const HARD_LIMIT: usize = 1 << 16;
-/// A rank looks at its own clock so often within the time that another may be silent. Where it comes to that so late that it could have looked
-/// once more, this process stood still.
+/// Within the time that another rank may be silent, a rank looks at its own clock this many times. If a look comes so late that one more could have
+/// been made, this process itself has stood still.
 const LOOKS: u32 = 4;
 
-/// Who hears what comes over the control connections. Called on the control thread: it must not block.
+/// Hears what comes over the control connections. Its functions are called on the control thread, and must not block.
 pub(crate) trait Events: Send + Sync + 'static {
     /// Anything but heartbeats and goodbyes; in the order it was sent.
     fn message(&self, from: Rank, message: Message);
@@ -38,18 +38,18 @@ pub(crate) trait Events: Send + Sync + 'static {
     fn lost(&self, rank: Rank, how: Lost);
     /// A rank left; with the first cause it knew of, if it did not leave in peace.
     fn goodbye(&self, rank: Rank, cause: Option<Error>);
-    /// A data connection that has proved itself; not blocking, not delayed.
+    /// A data connection that has proved itself. The socket does not block, and sends without delay (`TCP_NODELAY`).
     fn data(&self, hello: DataHello, socket: TcpStream);
 }
 
 /// How a message is queued.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Urgency {
-    /// It is asked or said again, and may be dropped where the other rank takes little.
+    /// The message will be sent again anyway, so it may be dropped if the other rank reads little.
     Repeated,
     Once,
-    /// What ends a communicator. The thread that says so writes it, as far as the connection takes it: when it goes on, and tells a user, this process
-    /// may be ended by that, and what has been written reaches the other rank before the end of the connection does.
+    /// The message ends a communicator. The thread that sends it also writes it, as far as the socket takes it. When that thread goes on and tells a
+    /// user, the process may end; but what was written reaches the other rank before the end of the connection does.
     AtOnce,
 }
 
@@ -57,7 +57,7 @@ pub(super) enum Urgency {
 pub(super) struct Outbox {
     queue: Mutex<Queue>,
     more: Notify,
-    /// While it is open.
+    /// The writing half of the connection, while it is open.
     half: OnceLock<Weak<LineOut>>,
     gone: AtomicBool,
     #[cfg(test)]
@@ -67,16 +67,16 @@ pub(super) struct Outbox {
 #[derive(Default)]
 struct Queue {
     frames: VecDeque<Arc<Vec<u8>>>,
-    /// Bytes of the first that are written.
+    /// How many bytes of the first frame are written.
     written: usize,
-    /// Nothing follows, and the connection's own half is shut down behind it.
+    /// The last frame is queued. Once it is written, the connection is shut down for writing.
     is_last: bool,
 }
 
-/// What came of writing.
+/// How far writing has come.
 enum Wrote {
     All,
-    /// The last frame, too.
+    /// All, and the last frame was among them.
     Last,
     /// The connection takes no more now.
     Some,
@@ -101,7 +101,7 @@ impl Queue {
     }
 }
 
-/// A goodbye as it travels. A cause too long for a frame is left out rather than the goodbye.
+/// The frame of a goodbye. A cause that is too long for a frame is left out of it.
 pub(super) fn goodbye(cause: Option<Error>) -> Arc<Vec<u8>> {
     let frame = wire::encode(&Message::Goodbye { cause }).or_else(|e| {
         tracing::warn!("saying goodbye without the cause: {e}");
@@ -122,7 +122,7 @@ impl Outbox {
         })
     }
 
-    /// Queues a frame; drops it if the rank is gone, or takes nothing.
+    /// Queues a frame. Drops it if the rank is gone, or if too many frames wait.
     pub(super) fn push(&self, to: Rank, frame: Arc<Vec<u8>>, urgency: Urgency) {
         if self.gone.load(Ordering::Acquire) {
             return;
@@ -134,14 +134,14 @@ impl Outbox {
         }
         if queue.frames.len() >= limit {
             LOG.warn(move || {
-                tracing::warn!(to, "dropped a control message: {limit} wait for rank {to}, which takes none");
+                tracing::warn!(to, "dropped a control message for rank {to}: {limit} messages wait already, and the rank reads none");
             });
             return;
         }
         queue.frames.push_back(frame);
         let half = self.half.get().filter(|_| urgency == Urgency::AtOnce && !self.is_frozen());
         if let Some(half) = half.and_then(Weak::upgrade) {
-            // What is wrong with the connection, its reader finds.
+            // An error is left to the connection's reader, which finds it, too.
             let _ = queue.write(&half);
         }
         let is_left = !queue.frames.is_empty();
@@ -180,10 +180,10 @@ impl Outbox {
 /// Writes what is queued, and heartbeats when nothing is.
 pub(super) async fn write(half: LineOut, outbox: Arc<Outbox>, every: Duration) {
     let heartbeat = Arc::new(wire::encode(&Message::Heartbeat).unwrap_or_default());
-    // Dropped at the end, it shuts the connection's own half down.
+    // Dropping this at the end shuts the connection down for writing.
     let half = Arc::new(half);
     let _ = outbox.half.set(Arc::downgrade(&half));
-    // The first one at once: the other side's patience ends with it.
+    // The first heartbeat is sent at once: until it comes, the other rank waits longer than later (`Reader::patience`).
     let mut wait = Duration::ZERO;
     loop {
         let is_idle = timeout(wait, outbox.more.notified()).await.is_err();
@@ -207,7 +207,7 @@ pub(super) async fn write(half: LineOut, outbox: Arc<Outbox>, every: Duration) {
                         return;
                     }
                 }
-                // An error here is the reader's to judge: what has come before it must still be read.
+                // An error is left to the reader, which must first read what came before it.
                 Ok(Wrote::Last) | Err(_) => return,
             }
         }
@@ -226,8 +226,7 @@ pub(super) struct Reader {
     pub(super) outbox: Arc<Outbox>,
     pub(super) writer: AbortHandle,
     pub(super) heartbeat: Heartbeat,
-    /// How much longer than later the first sign of life may take: the other rank may still be connecting
-    /// to others.
+    /// How much longer than later ones the first sign of life may take, as the other rank may still be connecting to others.
     pub(super) patience: Duration,
 }
 
@@ -238,13 +237,13 @@ enum End {
 }
 
 impl Reader {
-    /// Delivers what comes, and how it ends: once. What is logged is logged by another thread: heartbeats go on whatever a log does.
+    /// Delivers what comes, and then once how the connection ended. Another thread writes the log, so heartbeats go on even if logging blocks.
     pub(super) async fn run(mut self) {
         let end = self.read().await;
         self.outbox.set_gone();
         let (rank, from) = (self.rank, self.from);
         if self.leaving.load(Ordering::Acquire) {
-            // The writer still has a goodbye to bring out, which ends it.
+            // The writer still has to send a goodbye, and ends after it.
             return;
         }
         match end {
@@ -263,7 +262,7 @@ impl Reader {
                 let how = Lost::Silent(self.heartbeat.silent);
                 LOG.warn(move || tracing::warn!(rank, from, "rank {from} was lost: {how}"));
                 self.events.lost(from, how);
-                // It may wake up again: what it reads then is why it is out.
+                // The rank may wake up again: then this goodbye tells it that it was given up, and why.
                 self.outbox.finish(goodbye(Some(Error::lost(from, how))));
                 tokio::time::sleep(FLUSH).await;
                 self.writer.abort();
@@ -277,7 +276,7 @@ impl Reader {
                 let leaving = self.leaving.load(Ordering::Acquire);
                 let next = self.frames.pop::<Message>();
                 if matches!(next, Ok(Some(_))) {
-                    // Possibly read together with what settled the pair, and nothing may follow.
+                    // This message may have been read together with the frame that settled the pair, and nothing may follow it.
                     self.patience = Duration::ZERO;
                 }
                 match next {
@@ -299,8 +298,8 @@ impl Reader {
         }
     }
 
-    /// Reads until something has come. `None`: nothing has for as long as a rank may be silent. Time in which this process stood still does not count,
-    /// nor does what came before it: where a whole job is stopped, its ranks are woken one after another.
+    /// Reads until something has come. `None`: nothing has come for as long as a rank may be silent. If this process itself has stood still, that
+    /// time begins anew, as the ranks of a job that was stopped as a whole are woken one after another.
     async fn fill(&mut self) -> Option<io::Result<usize>> {
         let silent = self.heartbeat.silent.saturating_add(self.patience);
         let look = self.heartbeat.silent / LOOKS;

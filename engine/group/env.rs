@@ -1,4 +1,4 @@
-//! Where ranks meet and as whom: given in code, or found in the environment that a launcher set.
+//! Where the ranks of a world meet, and which of them this one is: given in code, or read from the environment that a launcher has set.
 
 use std::net::{Ipv4Addr, SocketAddr, TcpListener};
 use std::os::fd::RawFd;
@@ -29,9 +29,9 @@ const FROM_ENV: &str = "Rendezvous::from_env";
 pub struct Rendezvous {
     pub(crate) rank: Rank,
     pub(crate) size: usize,
-    /// `None` only where `size` is 1, or there is a note.
+    /// `None` only if `size` is 1, or if there is a note.
     pub(crate) address: Option<Address>,
-    /// Where rank 0 says its address and the secret, if nothing else does.
+    /// The file in which rank 0 leaves its address and the secret, if nothing else tells them.
     pub(crate) note: Option<PathBuf>,
     pub(crate) token: Option<Token>,
     pub(crate) timeout: Duration,
@@ -39,19 +39,19 @@ pub struct Rendezvous {
     pub(crate) link: LinkChoice,
     /// The launcher has said that all ranks are on this host.
     pub(crate) is_one_host: bool,
-    /// What this rank could talk by RDMA through, where its links may go over that.
+    /// What this rank has for links over RDMA, if its links may use it.
     pub(crate) rdma: Option<Prospect>,
     pub(crate) host_id: Option<String>,
     pub(crate) listener: Option<Listener>,
-    /// What this rank's table says, if it is rank 0.
+    /// The algorithms that the tuner's table chooses, if this is rank 0.
     pub(crate) choices: Choices,
-    /// Whether that was set in code, whatever the environment says.
+    /// Whether `choices` was set in code, so that the environment is not asked for a table.
     pub(crate) chosen: bool,
     /// Where this rank's own listener may be. None: as the environment says.
     pub(crate) reach: Option<Reach>,
 }
 
-/// Rank 0's listening socket, if it was made before.
+/// Rank 0's listening socket, if it was opened before the ranks meet.
 #[derive(Clone, Debug)]
 pub(crate) enum Listener {
     /// Inherited from the process that started this one.
@@ -60,7 +60,7 @@ pub(crate) enum Listener {
     Given(Arc<TcpListener>),
 }
 
-/// No deadline is longer: 116 days. What was given beyond is taken as this, so that a point in time can be made of it.
+/// The longest deadline: 116 days. A longer one that is given in code is shortened to it, so that adding it to the current time cannot overflow.
 const LONGEST: Duration = Duration::from_secs(10_000_000);
 
 fn seconds(name: &str, text: &str) -> Result<Duration, String> {
@@ -90,8 +90,8 @@ impl Rendezvous {
         Self::look_up_as(get, rank, size)
     }
 
-    /// As which rank a process goes to rank 0 whose launchers contradict each other, to say so: not as rank 0 itself. None where they speak of
-    /// different worlds, or contradict each other in nothing.
+    /// If two launchers give this process different ranks: the rendezvous by which it tells rank 0 of that, as a rank other than 0. None if they
+    /// contradict each other in nothing, or speak of worlds of different sizes.
     pub(super) fn disputed(raw: Lookup<'_>) -> Option<Rendezvous> {
         let get = |name: &str| raw(name).filter(|v| !v.trim().is_empty());
         let (rank, size) = launchers::disputed(&get)?;
@@ -168,7 +168,8 @@ impl Rendezvous {
         Rendezvous::bare(0, 1)
     }
 
-    /// Where the ranks of one process meet, which is alone: at any port, where no address was given.
+    /// Completes the rendezvous of a world that has all its ranks in this process: any free port if no address was given, a random secret if none was
+    /// given.
     pub(crate) fn of_one_process(mut self) -> Result<Rendezvous, Error> {
         let doing = |e| Error::system("open a port at which the devices of this process meet", e);
         if self.address.is_none() {
@@ -203,11 +204,11 @@ impl Rendezvous {
         self
     }
 
-    /// After how long a rank that sends nothing, not even heartbeats, counts as lost. Default 10 s; 1 ms at least, and
-    /// 10,000,000 s at most, whatever is given. Rank 0's is everyone's.
+    /// After how long a rank that sends nothing, not even heartbeats, counts as lost. Default 10 s; 20 ms at least, and
+    /// 10,000,000 s at most, whatever is given. What rank 0 says counts for all ranks.
     #[must_use]
     pub fn heartbeat(mut self, silent: Duration) -> Self {
-        let silent = silent.clamp(Duration::from_millis(1), LONGEST);
+        let silent = silent.clamp(Duration::from_millis(20), LONGEST);
         let interval = Heartbeat::default().interval.min(silent / 4).max(Duration::from_micros(100));
         self.heartbeat = Heartbeat { interval, silent };
         self
@@ -220,7 +221,7 @@ impl Rendezvous {
         self
     }
 
-    /// Names the host: ranks that say the same count as on one host, others as on different ones.
+    /// Names the host of this rank. Ranks that give the same name count as on one host, ranks that give different names as on different hosts.
     #[must_use]
     pub fn host_id(mut self, label: impl Into<String>) -> Self {
         self.host_id = Some(label.into());
@@ -248,9 +249,9 @@ impl Rendezvous {
     /// of its own to tell the other ranks where to meet (a store, a database, a scheduler). The socket and its address are for
     /// [`listener`](Rendezvous::listener) and [`tcp`](Rendezvous::tcp).
     ///
-    /// `near` is the host and the port of something that all ranks reach, such as the store: the address is the one from which this
-    /// host reaches that. If that is this host itself, and was named by a name, or nothing is given, it is the address from which this
-    /// host reaches the world. `ALLSTREAM_INTERFACE` says which address is meant, and `ALLSTREAM_PORTS` among which ports.
+    /// `near` is the host and the port of something that all ranks reach, such as the store: the address is then the one from which this host reaches
+    /// it. If `near` is not given, or is a name that leads to this host itself, the address is the one from which this host reaches the internet.
+    /// `ALLSTREAM_INTERFACE` chooses another address, and `ALLSTREAM_PORTS` says which ports may be taken.
     ///
     /// # Errors
     /// [`Error::Invalid`] for a variable that does not parse, or to which no address fits; [`Error::System`] where no socket can be
@@ -279,7 +280,7 @@ impl Rendezvous {
         }
     }
 
-    /// The address, for messages to people.
+    /// The address, or the path of the note, for messages to people.
     pub(crate) fn place(&self) -> String {
         match (&self.address, &self.note) {
             (Some(address), _) => address.to_string(),

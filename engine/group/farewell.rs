@@ -1,4 +1,4 @@
-//! A rank that cannot go on with connecting tells the others, who would wait for it until their deadlines.
+//! A rank that gives up connecting tells the others, which would otherwise wait for it until their deadlines.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,17 +14,17 @@ use super::message::{CommId, Message};
 use super::wire;
 use crate::error::Error;
 
-/// How long that may take.
+/// How long telling all of them may take.
 const FAREWELL: Duration = Duration::from_secs(2);
-/// Who has run out of descriptors tries again this soon.
+/// A rank that has no descriptor left tries again this soon.
 const AGAIN: Duration = Duration::from_millis(20);
 
-/// Tells every other rank at its listener. Those that are a pair with this one may have joined already, and do not listen to that any
-/// more: they hear of it as of the end of the world's communicator.
+/// Tells every other rank at its listener. Ranks that are a pair with this one may have joined already, and then do not take such news any more: they
+/// are told over the pair's connection, by an abort of the world's communicator.
 pub(super) async fn tell(pairing: &Arc<Pairing>, pairs: Vec<Pair>, failed: &Failed, cause: Error) {
     let mut telling = JoinSet::new();
     let mut last = wire::encode(&Message::Abort { comm: CommId::WORLD, cause }).unwrap_or_default();
-    // It leaves; it does not die.
+    // After a goodbye this rank counts as one that has left, not as one that has died.
     last.extend_from_slice(&goodbye(None));
     let last = Arc::new(last);
     for mut pair in pairs {

@@ -14,9 +14,9 @@ pub(crate) const MAX_FDS: usize = 4;
 pub(crate) struct Handed {
     /// The descriptors it offered.
     pub(crate) fds: Vec<OwnedFd>,
-    /// The process itself, where it is another one and the system gives a descriptor for it.
+    /// A pidfd of the process, if it is not this one and the system gives a pidfd.
     pub(crate) process: Option<OwnedFd>,
-    /// The connection over which that went.
+    /// The connection over which the descriptors came.
     pub(crate) line: Option<UnixStream>,
 }
 
@@ -36,8 +36,8 @@ pub(crate) fn inherited_listener(fd: RawFd) -> Result<TcpListener, String> {
         return Err(problem("does not exist"));
     }
     // SAFETY: `borrow_raw` wants a descriptor other than -1 (checked above) that stays open while the
-    // borrow lives. The launcher opened it for this process and told it so; nothing in this process knows
-    // the number otherwise, and no other code here closes it. The borrow ends with this function, which
+    // borrow lives. The launcher opened it for this process and named its number in ALLSTREAM_RENDEZVOUS_FD; nothing
+    // else in this process knows the number, and no other code here closes it. The borrow ends with this function, which
     // only duplicates it: a number that is not open gives EBADF, one that is no listening socket is
     // refused below, and either way nothing is read, written or closed through it.
     let borrowed = unsafe { BorrowedFd::borrow_raw(fd) };
@@ -67,10 +67,10 @@ mod unix {
 
     use super::{Handed, MAX_FDS, OwnedFd};
 
-    /// Precedes the descriptors; the last byte is their number.
+    /// The bytes that come with the descriptors: these, and one more byte that says how many descriptors there are.
     const MARK: [u8; 7] = *b"ALLSFDS";
 
-    /// A socket in the abstract namespace: a name, no file, gone with the process.
+    /// Listens at a name in the abstract namespace, which is no file and is gone with the process.
     pub(crate) fn listen(name: &str) -> io::Result<UnixListener> {
         let address = std::os::unix::net::SocketAddr::from_abstract_name(name)?;
         let listener = std::os::unix::net::UnixListener::bind_addr(&address)?;
@@ -96,14 +96,14 @@ mod unix {
             return Err(format!("{} descriptors were to be sent; the limit is {MAX_FDS}", ours.len()));
         }
         send(stream, ours).await.map_err(|e| format!("sending descriptors: {e}"))?;
-        // Opened while the connection stands. Should the process have exited by then, and its number be another's, that one
-        // exits later: the process is never thought to have exited while it has not.
+        // Opened while the connection stands. If the process has exited even so, and its number was given to another process, then this is
+        // a pidfd of the other one, which exits later. So a process that still runs is never thought to have exited.
         let process = process_of(stream);
         let fds = receive(stream).await.map_err(|e| format!("receiving descriptors: {e}"))?;
         Ok(Handed { fds, process, line: None })
     }
 
-    /// The process at the other end, as the system knows it.
+    /// A pidfd of the process at the other end, whose number the system knows.
     fn process_of(stream: &UnixStream) -> Option<OwnedFd> {
         let pid = Pid::from_raw(stream.peer_cred().ok()?.pid()?)?;
         if pid == getpid() {
@@ -128,7 +128,7 @@ mod unix {
                 Ok(sendmsg(stream, &[IoSlice::new(&text)], &mut control, SendFlags::NOSIGNAL)?)
             })
             .await?;
-        // Nothing else is under way on this socket: a message of 8 bytes fits or waits, it is not cut.
+        // Nothing else is in this socket's buffer, so a message of 8 bytes is sent whole, or waits; it is not cut.
         if sent == text.len() { Ok(()) } else { Err(io::Error::other(format!("only {sent} bytes went"))) }
     }
 
@@ -176,7 +176,7 @@ mod unix {
                     Err(format!("{announced} descriptors were announced, {count} came"))
                 }
             }
-            _ => Err("not what precedes descriptors".into()),
+            _ => Err("the bytes do not announce descriptors".into()),
         }
     }
 }

@@ -1,4 +1,4 @@
-//! [`Rendezvous::from_env`], and what a process does in which two launchers have left what they say of a rank.
+//! [`Rendezvous::from_env`], and what a process does if two launchers have set variables that contradict each other.
 
 use std::sync::mpsc;
 use std::time::Duration;
@@ -9,30 +9,30 @@ use super::launchers::Lookup;
 use super::runtime;
 use crate::error::Error;
 
-/// How long a process that is no rank tries to tell rank 0 so.
+/// How long a process whose launchers contradict each other tries to tell rank 0 of that.
 const TELLING: Duration = Duration::from_secs(5);
 
 impl Rendezvous {
     /// Reads rank, size, address, secret and options from the environment.
     ///
-    /// - Rank and size: `RANK` and `WORLD_SIZE` (torchrun, `allstream run`), `OMPI_COMM_WORLD_RANK` and
-    ///   `OMPI_COMM_WORLD_SIZE` (Open MPI), `PMI_RANK` and `PMI_SIZE` (MPICH), or `SLURM_PROCID` and
-    ///   `SLURM_STEP_NUM_TASKS` or `SLURM_NTASKS` (Slurm). Two launchers that contradict each other are an error, unless one is known to
-    ///   run inside of the other; so is a Slurm batch script, which is no rank of a step. Where two launchers speak of one world, rank 0 is
-    ///   told, too (for at most some seconds): it may be the process for which both say the same, and would wait for the others.
+    /// - Rank and size: `RANK` and `WORLD_SIZE` (torchrun, `allstream run`), `OMPI_COMM_WORLD_RANK` and `OMPI_COMM_WORLD_SIZE` (Open MPI), `PMI_RANK`
+    ///   and `PMI_SIZE` (MPICH), or `SLURM_PROCID` and `SLURM_STEP_NUM_TASKS` or `SLURM_NTASKS` (Slurm). Two launchers that contradict each other are
+    ///   an error, unless one is known to run inside the other; so is a Slurm batch script, which is no rank of a step. If two launchers give
+    ///   different ranks of worlds of one size, rank 0 is told, too (for at most some seconds): both may agree on rank 0's process, which would wait
+    ///   for the others in vain.
     /// - Address: `MASTER_ADDR`. Unset under Slurm: the first node of `SLURM_STEP_NODELIST` (or
     ///   `SLURM_JOB_NODELIST`), or else `SLURM_LAUNCH_NODE_IPADDR`.
     /// - Port: `ALLSTREAM_PORT`, or `MASTER_PORT`. Where torchrun's own store listens at the latter
     ///   (`TORCHELASTIC_USE_AGENT_STORE`), `10000 + MASTER_PORT % 20000` instead. Unset under Slurm: the first of
     ///   `SLURM_STEP_RESV_PORTS`, or one from 10000 to 29999 that follows from `SLURM_JOB_ID` and `SLURM_STEP_ID`.
-    /// - Under Open MPI, where all ranks run on one host and none of these is set, ranks find each other by a note in
-    ///   the job's own directory (`PMIX_SERVER_TMPDIR`), and need no secret beside it.
+    /// - Under Open MPI, if all ranks run on one host and no variable for address or port is set, ranks find each other by a note in
+    ///   the job's own directory (`PMIX_SERVER_TMPDIR`), which also holds a secret.
     /// - Secret: `ALLSTREAM_TOKEN`, or `ALLSTREAM_TOKEN_FILE`, or `ALLSTREAM_INSECURE=1` for none.
     /// - Options: `ALLSTREAM_RENDEZVOUS_TIMEOUT` and `ALLSTREAM_HEARTBEAT_TIMEOUT` (seconds),
-    ///   `ALLSTREAM_LINK` (`auto`, `shm`, `tcp`, `inproc`), `ALLSTREAM_HOST_ID` (ranks that say the same
+    ///   `ALLSTREAM_LINK` (`auto`, `shm`, `tcp`, `rdma`, `inproc`), `ALLSTREAM_HOST_ID` (ranks that say the same
     ///   count as on one host), `ALLSTREAM_RENDEZVOUS_FD` (rank 0's listening socket, inherited).
-    /// - `ALLSTREAM_INTERFACE` (by which of this host's addresses the others reach this rank) and `ALLSTREAM_PORTS` (at which of its
-    ///   ports) are read when the rank connects, also where the rest is said in code.
+    /// - `ALLSTREAM_INTERFACE` (at which of this host's addresses the others reach this rank) and `ALLSTREAM_PORTS` (at which of its
+    ///   ports) are read when the rank connects, even if everything else is given in code.
     ///
     /// # Errors
     /// [`Error::Invalid`] names the variables that were looked for and what was found.
@@ -40,12 +40,12 @@ impl Rendezvous {
         Self::from_lookup(&variable).inspect_err(tell_rank_0)
     }
 
-    /// [`from_env`](Self::from_env), and a world of one rank where no launcher has started this process: the program then runs
-    /// by itself, too.
+    /// Like [`from_env`](Self::from_env), but gives a world of one rank if no launcher has started this process, so that the program also runs by
+    /// itself.
     ///
     /// # Errors
-    /// As of `from_env`, where one of its variables for a rank is set, or one for a size (but Slurm's, which are also set where nothing
-    /// was launched): half of what a launcher says is no reason to run alone.
+    /// As of `from_env`, if any of its variables for a rank or a size is set, even if that is only half of what a launcher says. Slurm's variables
+    /// for the size do not count: they are also set where nothing was launched.
     pub fn from_env_or_alone() -> Result<Rendezvous, Error> {
         Self::from_lookup_or_alone(&variable).inspect_err(tell_rank_0)
     }
@@ -62,7 +62,7 @@ fn tell_rank_0(error: &Error) {
     }
 }
 
-/// Tells rank 0 that this process cannot take part, and waits for that, but not for long.
+/// Tells rank 0 that this process cannot take part, and waits until that is done, but for `TELLING` at most.
 pub(super) fn decline_blocking(rendezvous: Rendezvous, error: &Error) {
     if runtime::is_control_thread() {
         return;

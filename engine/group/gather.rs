@@ -243,8 +243,8 @@ async fn told(pending: &mut Pending, rank: Rank, deadline: Instant) -> Result<Tr
         Ok(Some(Ok(Ok(Settled::Rdma(tried))))) => Ok(tried),
         Ok(Some(Ok(Err(failed)))) => Err(failed),
         _ => {
-            let why = "this rank is connected to all others, but not all of those were to each other in time, or have tried RDMA; \
-                       ALLSTREAM_LINK=tcp on all ranks goes without";
+            let why = "this rank is connected to all others, but in time not all of them were connected to each other, or had tried RDMA; \
+                       ALLSTREAM_LINK=tcp on all ranks leaves RDMA out";
             Err(Failed { first: rank, why: why.into() })
         }
     }

@@ -1,4 +1,4 @@
-//! How two processes prove to each other that they know the job's secret, before a byte counts.
+//! How two processes prove to each other that they know the job's secret, before either acts on what the other sends.
 //!
 //! ```text
 //! dialer   -> preamble: "ALLS", byte order mark, version, 32 random bytes
@@ -8,7 +8,7 @@
 //! ```
 //! The role is part of what is signed, so neither side can be made to sign for the other; the nonces are
 //! fresh, so nothing can be replayed. What follows on the connection is neither signed nor encrypted: the
-//! handshake keeps strangers and strays of other jobs out, it does not protect from who controls the network.
+//! handshake keeps out strangers and ranks of other jobs, but does not protect from whoever controls the network.
 
 use std::fmt;
 use std::sync::Arc;
@@ -25,11 +25,11 @@ use super::message::DataHello;
 use super::registration::Registration;
 use crate::types::Rank;
 
-/// Counts changes of anything that travels between ranks.
+/// The version of all that travels between ranks: raised with each change of it.
 pub(crate) const VERSION: u16 = 8;
 /// How long an accepted connection may take to prove itself.
 pub(crate) const DEADLINE: Duration = Duration::from_secs(5);
-/// The longest purpose, or reason for a refusal.
+/// The most bytes of a purpose, or of the reason for a refusal.
 pub(crate) const MAX_HELLO: usize = 64 << 10;
 
 const MAGIC: [u8; 4] = *b"ALLS";
@@ -65,7 +65,7 @@ pub(crate) enum Purpose {
     Local { world: [u8; 16], from: Rank },
     /// To carry the data of a communicator to rank `to`.
     Data { world: [u8; 16], to: Rank, hello: DataHello },
-    /// To say that a rank has given up connecting to the others, and why: `first` is the one that began.
+    /// To say that a rank has given up connecting to the others, and why: `first` is the rank that gave up first.
     GaveUp { world: [u8; 16], from: Rank, to: Rank, first: Rank, why: String },
 }
 
@@ -87,7 +87,7 @@ impl Purpose {
 pub(crate) enum Refusal {
     /// The connection ended, or the deadline passed.
     Broken(String),
-    /// Whatever is at the other end, it is no rank of this version and of this job.
+    /// The other end is no rank of this job, or one of another version.
     Stranger(String),
     /// The other side said no.
     Denied(String),
@@ -129,7 +129,7 @@ fn preamble(nonce: &[u8; 32]) -> [u8; PREAMBLE] {
     bytes
 }
 
-/// The nonce in a peer's first bytes, or why it cannot be talked to.
+/// The nonce in a peer's first bytes, or why this process cannot talk to that peer.
 pub(crate) fn parse_preamble(bytes: &[u8]) -> Result<[u8; 32], String> {
     let Ok(bytes) = <&[u8; PREAMBLE]>::try_from(bytes) else {
         return Err(format!("a preamble has {PREAMBLE} bytes, found {}", bytes.len()));
@@ -191,7 +191,7 @@ fn mac(token: &Token, role: Role, nonces: &Nonces, parts: &[&[u8]]) -> Option<Hm
 }
 
 fn prove(token: &Token, role: Role, nonces: &Nonces, parts: &[&[u8]]) -> [u8; PROOF] {
-    // HMAC takes keys of any length: `None` does not come, and zeros would prove nothing.
+    // HMAC takes keys of any length, so `mac` never returns `None`. If it did, a proof of zeros would prove nothing.
     mac(token, role, nonces, parts).map_or([0; PROOF], |m| m.finalize().into_bytes().into())
 }
 
@@ -205,11 +205,11 @@ fn nonce() -> Result<[u8; 32], Refusal> {
 }
 
 const ACCEPTED: u8 = 0;
-/// Said without a proof: who does not know the secret learns only that.
+/// Sent without a proof: a dialer that does not know the secret learns nothing else.
 const UNKNOWN: u8 = 1;
 const DENIED: u8 = 2;
 
-/// Proves this side as the one that dialled, says why, and hears whether it is welcome.
+/// The dialer's side: proves that it knows the secret, says what the connection is for, and learns whether it is let in.
 pub(crate) async fn dial<S>(
     stream: &mut S,
     token: &Token,
@@ -261,19 +261,19 @@ where
         .unwrap_or_else(|_| Err(Refusal::Broken("no answer to the handshake in time".into())))
 }
 
-/// How far a connection that was accepted has come with proving itself.
+/// How far an accepted connection has come with proving itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 #[repr(u8)]
 pub(crate) enum Stage {
     /// It has said nothing.
     Silent,
-    /// Its first words were those of a rank.
+    /// Its first bytes were those of a rank.
     Speaking,
     /// It knows the secret.
     Proven,
 }
 
-/// A [`Stage`] that somebody else looks at meanwhile.
+/// The [`Stage`] of a handshake, which another task reads meanwhile.
 #[derive(Default)]
 pub(crate) struct Progress(AtomicU8);
 
@@ -291,7 +291,7 @@ impl Progress {
     }
 }
 
-/// Lets the other side prove itself, asks `admit` whether its purpose is welcome, and tells it.
+/// The acceptor's side: lets the dialer prove itself, asks `admit` whether its purpose is welcome, and tells it the answer.
 pub(crate) async fn accept<S, T, F>(
     stream: &mut S,
     token: &Token,
@@ -312,7 +312,7 @@ where
         let theirs = parse_preamble(&bytes);
         let ours = nonce()?;
         if theirs.is_ok() || bytes[..4] == MAGIC {
-            // Also to one of another version or byte order, so that it can say what is wrong.
+            // A rank of another version or byte order is answered, too, so that it can say what is wrong.
             let doing = Refusal::broken("answering the handshake");
             stream.write_all(&preamble(&ours)).await.map_err(doing)?;
         }

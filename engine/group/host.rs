@@ -1,4 +1,4 @@
-//! Which ranks share a process, which a host.
+//! Which ranks share a process, and which share a host.
 
 use std::sync::OnceLock;
 
@@ -9,10 +9,10 @@ use serde::{Deserialize, Serialize};
 use crate::error::Error;
 use crate::link::Locality;
 
-/// Names a process among all of all hosts.
+/// Names a process: all processes of all hosts have different names.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Process {
-    /// The host: two processes with the same can share memory.
+    /// The host. Two processes with the same one can share memory.
     pub(crate) host: String,
     /// The process id on that host.
     pub(crate) pid: u32,
@@ -41,7 +41,7 @@ impl Process {
     }
 }
 
-/// Numbers names from 0 in the order in which they come first; `size` numbers in all.
+/// Numbers names from 0, in the order in which each first comes. Returns `size` numbers: 0 where there is no name.
 pub(crate) fn numbered<N: PartialEq>(names: impl Iterator<Item = N>, size: usize) -> Vec<u32> {
     let mut known = Vec::new();
     let mut number = |name: N| match known.iter().position(|k| *k == name) {
@@ -63,7 +63,7 @@ pub(crate) fn random<const N: usize>() -> Result<[u8; N], Error> {
     Ok(bytes)
 }
 
-/// A number that this process has drawn, and no other.
+/// A random number that this process draws once, and no other process has.
 pub(crate) fn nonce() -> Result<u128, Error> {
     static NONCE: OnceLock<u128> = OnceLock::new();
     if let Some(nonce) = NONCE.get() {
@@ -73,8 +73,8 @@ pub(crate) fn nonce() -> Result<u128, Error> {
     Ok(*NONCE.get_or_init(|| drawn))
 }
 
-/// Boot, network namespace and process namespace: who shares all three can pass a descriptor over an
-/// abstract unix socket and knows the other by its process id. Containers of one host do not.
+/// The kernel's name for this host: boot, network namespace and process namespace. Processes that share all three can pass descriptors over an
+/// abstract unix socket, and know each other by their process ids. Containers of one host do not share them.
 fn host() -> Result<String, Error> {
     let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id");
     let net = std::fs::read_link("/proc/self/ns/net");
@@ -84,24 +84,24 @@ fn host() -> Result<String, Error> {
     {
         return Ok(format!("{}/{}/{}", boot.trim(), net.display(), pid.display()));
     }
-    // Without /proc nothing proves that two processes share a host: the process is a host of its own.
+    // Without /proc nothing proves that two processes share a host, so this process counts as a host of its own.
     let name = rustix::system::uname().nodename().to_string_lossy().into_owned();
     Ok(format!("{name}/{:032x}", nonce()?))
 }
 
-/// Whether another process of this host may run on a core that this one may run on. Launchers give each rank cores of its own.
+/// Whether another process of this host may run on a core that this one may run on. It may not if the launcher gives each rank cores of its own.
 pub(crate) fn shares_cores(pid: u32) -> bool {
     let theirs = i32::try_from(pid).ok().and_then(Pid::from_raw);
     theirs.is_none_or(|theirs| share_cores(rustix::process::getpid(), theirs))
 }
 
-/// What cannot be told may be.
+/// Whether two processes may run on the same core; `true` if the system does not say.
 fn share_cores(a: Pid, b: Pid) -> bool {
     let [a, b] = [a, b].map(|pid| sched_getaffinity(Some(pid)).ok());
     a.zip(b).is_none_or(|(a, b)| (0..CpuSet::MAX_CPU).any(|cpu| a.is_set(cpu) && b.is_set(cpu)))
 }
 
-/// Bytes of this host's last caches (L3, on most), all together; 32 MB where the system does not say.
+/// Bytes of all last-level caches of this host together (L3, on most hosts); 32 MB if the system does not say.
 pub(crate) fn last_caches() -> usize {
     static BYTES: OnceLock<usize> = OnceLock::new();
     let read = |file: &str| std::fs::read_to_string(format!("/sys/devices/system/cpu/{file}")).ok();

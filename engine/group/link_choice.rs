@@ -13,19 +13,19 @@ use crate::types::LinkClass;
 pub struct LinkChoice(Option<LinkClass>);
 
 impl LinkChoice {
-    /// The nearest that connects two ranks: the process's own memory, shared memory; between hosts RDMA where all hosts have it and messages get through,
-    /// and else TCP.
+    /// For each two ranks the nearest link: within a process its own memory, within a host shared memory; between hosts RDMA if all hosts have it and
+    /// messages get through, otherwise TCP.
     pub const AUTO: LinkChoice = LinkChoice(None);
-    /// The process's own memory. An error where processes differ.
+    /// The process's own memory. An error if not all ranks are in one process.
     pub const INPROC: LinkChoice = LinkChoice(Some(LinkClass::INPROC));
-    /// Shared memory between all ranks, also those of one process. An error where hosts differ.
+    /// Shared memory between all ranks, also those of one process. An error if not all ranks are on one host.
     pub const SHM: LinkChoice = LinkChoice(Some(LinkClass::SHM));
     /// TCP between all ranks.
     pub const TCP: LinkChoice = LinkChoice(Some(LinkClass::TCP));
-    /// RDMA between all ranks, also those of one host. An error where a host has none.
+    /// RDMA between all ranks, also those of one host. An error if a host has none.
     pub const RDMA: LinkChoice = LinkChoice(Some(LinkClass::RDMA));
 
-    /// The class that all ranks use; `None`: each two the nearest.
+    /// The class that all ranks use. `None`: each two ranks use the nearest.
     pub fn class(self) -> Option<LinkClass> {
         self.0
     }

@@ -39,9 +39,9 @@ pub(crate) struct PeerInfo {
     pub(crate) rank: Rank,
     /// Its process, on its host.
     pub(crate) pid: u32,
-    /// What joins the two. Both sides hold the same.
+    /// The kind of link between the two ranks. Both hold the same.
     pub(crate) link: &'static LinkKind,
-    /// Where its listener is.
+    /// The addresses of its listener, first one that is known to lead there.
     pub(crate) address: Vec<SocketAddr>,
     /// The descriptors it offered. Empty unless it is on this host in another process (or the link is Shm).
     pub(crate) fds: Vec<OwnedFd>,
@@ -65,12 +65,12 @@ pub(crate) struct Mesh {
     ended: watch::Sender<bool>,
 }
 
-/// Everything of a mesh that runs.
+/// The tasks of a mesh.
 #[derive(Default)]
 struct Tasks {
     readers: JoinSet<()>,
     writers: JoinSet<()>,
-    /// Listeners, and the one that hands data connections on.
+    /// The listener; the task that hands data connections on; and the one that reads the connections over which ranks registered.
     service: JoinSet<()>,
     dials: JoinSet<()>,
 }
@@ -100,7 +100,7 @@ impl Tasks {
     }
 }
 
-/// Calls back with an error if nothing else did.
+/// Calls back with an error when it is dropped, if it was not called before.
 struct Done(Option<Callback>);
 
 type Callback = Box<dyn FnOnce(Result<StdStream, Error>) + Send>;
@@ -128,7 +128,7 @@ impl Mesh {
     /// `local_fds` (at most [`super::fds::MAX_FDS`]) are offered to ranks of this host. `named` is called with the world's
     /// name before any rank is connected to this one; it must not block. `make_events` is
     /// called when all is known and before anything is delivered; it runs on the control thread, and must
-    /// neither block nor leave. To keep the mesh from living for ever, let it hold a `Weak` of it.
+    /// neither block nor leave. The events may hold only a `Weak` of the mesh, or it would live for ever.
     pub(crate) async fn join<F>(
         rendezvous: Rendezvous,
         local_fds: Vec<OwnedFd>,
@@ -154,7 +154,7 @@ impl Mesh {
         self.world
     }
 
-    /// By rank; `None` at the own one.
+    /// The other ranks, by rank; `None` for this rank itself.
     pub(crate) fn peers(&self) -> &[Option<PeerInfo>] {
         &self.peers
     }
@@ -174,13 +174,13 @@ impl Mesh {
         self.send_all([to], &message);
     }
 
-    /// Tells the other ranks that this one, which could not be the member of a world, does not come, and why: for at most some seconds.
+    /// Tells the other ranks that this one cannot take part in the world, and why. Takes some seconds at most, unless rank 0's note is not there yet.
     pub(crate) async fn decline(rendezvous: Rendezvous, why: &Error) {
         let (rank, unfit) = (rendezvous.rank, why.to_string());
         if rendezvous.size > 1
             && let Err(end) = runtime::run(decline(rendezvous, unfit)).await
         {
-            tracing::debug!(rank, "the others were told that this rank cannot take part: {end}");
+            tracing::debug!(rank, "telling the others that this rank cannot take part ended with: {end}");
         }
     }
 
@@ -210,7 +210,7 @@ impl Mesh {
     }
 
     /// Opens a data connection. `done` is called exactly once, on the control thread (or at once, on this
-    /// one, if this rank has left).
+    /// one, if there is no such peer or this rank has left).
     pub(crate) fn connect_data(&self, to: Rank, hello: DataHello, done: Callback) {
         let done = Done(Some(done));
         let Some(Some(peer)) = self.peers.get(to) else {
@@ -224,7 +224,7 @@ impl Mesh {
             let result = match dialled {
                 Ok(stream) => connect::for_data(stream)
                     .map_err(|e| Error::os(format!("taking over a data connection to rank {to}"), e)),
-                // All ranks are told of it, so it says which one had the trouble.
+                // All ranks are told of this error, so it names the rank that had the trouble.
                 Err(Unreached { why, is_limit: true, .. }) => {
                     let doing = format!("open a data connection from rank {own} to rank {to} of the world");
                     Err(Error::system(doing, why))
@@ -237,7 +237,7 @@ impl Mesh {
             done.call(result);
         };
         match runtime::handle() {
-            // If this rank has left, `work` is dropped here, and says so.
+            // If this rank has left, `work` is dropped here, which calls `done` with an error.
             Ok(handle) => {
                 if let Some(tasks) = &mut *self.tasks.lock() {
                     while tasks.dials.try_join_next().is_some() {}
@@ -259,7 +259,7 @@ impl Mesh {
     /// first call counts.
     pub(crate) fn leave(&self, cause: Option<Error>) {
         if forked::is_forked() {
-            // The connections are the parent's. What serves them here is not there: it is not touched either.
+            // The connections are the parent's, and the thread that serves them does not exist in this process: so the tasks are not touched either.
             std::mem::forget(self.tasks.try_lock().and_then(|mut tasks| tasks.take()));
             return;
         }
@@ -356,7 +356,7 @@ where
     Ok(mesh)
 }
 
-/// Makes the mesh, lets its events be made, and only then delivers.
+/// Makes the mesh and then its events, and only then delivers anything.
 fn start<F>(rank: Rank, size: usize, joined: Joined, make_events: F) -> Arc<Mesh>
 where
     F: FnOnce(&Arc<Mesh>) -> Arc<dyn Events>,
@@ -369,7 +369,7 @@ where
         let outbox = Outbox::new();
         let member = &table.members[peer];
         let mut address = member.addresses.clone();
-        // The one that is known to lead there first.
+        // The address of the control connection comes first: it is known to lead to that rank.
         let reached = stream.peer_addr().ok().map(|at| at.ip().to_canonical());
         address.sort_by_key(|at| reached != Some(at.ip().to_canonical()));
         peers[peer] = Some(PeerInfo {
@@ -406,8 +406,8 @@ where
         let heartbeat = wire::encode(&Message::Heartbeat).unwrap_or_default();
         for (from, line, frames, outbox) in connections {
             let (half, write_half) = line.into_split();
-            // Before anybody here learns that the world has formed, and may be stopped at once: until this sign of life has come, the other
-            // rank takes this one to be still connecting, and waits for longer.
+            // Sent before anybody here learns that the world has formed, as this process may be stopped right after that. Until this heartbeat has come,
+            // the other rank takes this one to be still connecting, and waits longer for it.
             let _ = write_half.try_write(&heartbeat);
             let heartbeat = table.heartbeat;
             let writer = tasks.writers.spawn(write(write_half, outbox.clone(), heartbeat.interval));

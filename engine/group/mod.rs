@@ -1,9 +1,9 @@
 //! How the ranks of a job find each other, prove that they belong together, and watch over each other.
 //!
-//! [`Rendezvous`] says where and as whom; [`Mesh::join`] brings the world together (every rank registers
-//! with rank 0, gets the table of all, and connects to all others) and keeps one control connection to
-//! each peer: messages, heartbeats, and the end of every rank, in peace or not. Everything here runs on
-//! one thread of the process, `allstream-ctl`; no data of a collective passes through it.
+//! [`Rendezvous`] says where the ranks meet, and which of them this one is. [`Mesh::join`] brings the world together: every rank
+//! registers with rank 0, gets the table of all, connects to all others, and keeps one control connection to each. These carry
+//! messages, heartbeats, and how each rank ends, in peace or not. The tasks here run on one thread of the process, `allstream-ctl`;
+//! only calls that block (host names, libibverbs) have threads of their own. No data of a collective passes through here.
 #![deny(unsafe_code)]
 
 mod accept;

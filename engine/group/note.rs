@@ -19,7 +19,7 @@ use crate::error::Error;
 
 /// How often a rank looks whether the note is there.
 const LOOK: Duration = Duration::from_millis(20);
-/// No note is longer.
+/// The most bytes of a note.
 const LONGEST: u64 = 1 << 10;
 
 #[derive(Serialize, Deserialize)]
@@ -28,7 +28,7 @@ struct Note {
     secret: String,
 }
 
-/// A note that was left. It goes with this.
+/// A note that was left. Dropping this removes it.
 pub(super) struct Left(PathBuf);
 
 impl Drop for Left {
@@ -37,7 +37,7 @@ impl Drop for Left {
     }
 }
 
-/// Fills in where to meet, and the secret. What rank 0 gets beside it is to be kept until all have met.
+/// Fills in where the ranks meet, and the secret. Rank 0 also gets a [`Left`], which it keeps until all have met.
 pub(super) async fn settle(
     mut rendezvous: Rendezvous,
     path: &Path,
@@ -56,14 +56,14 @@ pub(super) async fn settle(
     Ok((rendezvous, left))
 }
 
-/// Opens rank 0's port and says where.
+/// Opens rank 0's listener, and leaves a note that says where it is.
 fn leave(path: &Path) -> Result<(Note, Left, TcpListener), String> {
     let shown = path.display();
     let failed = |e: io::Error| format!("leaving a note for the other ranks at {shown}: {e}");
     check_dir(path)?;
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))
         .and_then(|listener| {
-            // Long enough for a world that comes at once.
+            // A queue long enough for all ranks of a world at once.
             rustix::net::listen(&listener, 4096)?;
             Ok(listener)
         })
@@ -71,7 +71,7 @@ fn leave(path: &Path) -> Result<(Note, Left, TcpListener), String> {
     let port = listener.local_addr().map_err(|e| format!("listening at 127.0.0.1: {e}"))?.port();
     let bytes = host::random::<32>().map_err(|e| e.to_string())?;
     let note = Note { port, secret: bytes.iter().map(|byte| format!("{byte:02x}")).collect() };
-    // Under its name it is whole or not there.
+    // Written under another name first, so that whoever looks finds the whole note or none.
     let draft = path.with_extension(format!("draft{}", std::process::id()));
     let text = serde_json::to_vec(&note).map_err(|e| failed(e.into()))?;
     let written = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&draft);
@@ -114,7 +114,7 @@ fn read(path: &Path) -> Result<Note, Option<String>> {
         Ok(_) => {}
     }
     match fs::read(path) {
-        // Rank 0 takes it away once all have met: not ours, then.
+        // Rank 0 removes its note once all have met: so this was the note of another world.
         Err(e) if e.kind() == io::ErrorKind::NotFound => Err(None),
         Err(e) => Err(failed(&e)),
         Ok(text) => serde_json::from_slice(&text).map_err(|e| failed(&e)),

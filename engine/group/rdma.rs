@@ -1,10 +1,9 @@
-//! RDMA on this host, near the addresses at which other ranks reach it: what there is, what a rank's links go through, and whether links between hosts go
-//! over it.
+//! RDMA on this host: what there is, which port a rank's links use, and whether links between hosts go over RDMA.
 //!
-//! That is decided once, for all links between hosts. Each rank says what it has as it registers ([`look`]). All find the same in the table of all ranks
-//! ([`why_not`]): a host without a port, or with one of another kind, means TCP everywhere. Otherwise every rank opens its port, and the first ranks of
-//! each two hosts write a message through them while they connect ([`trial`]). Each rank tells rank 0 how that went, and rank 0 tells all what comes of
-//! it: RDMA where nothing failed, and else TCP. From then on a link that fails is an error.
+//! That is decided once, for all links between hosts. Each rank says what it has when it registers ([`look`]). From the table of all ranks each finds
+//! the same ([`why_not`]): if a host has no port, or one of another kind, all use TCP. Otherwise every rank opens its port, and of each two hosts the
+//! first ranks write a message to each other through these ports while they connect ([`trial`]). Each rank tells rank 0 how that went, and rank 0
+//! tells all ranks the result: RDMA if nothing has failed, else TCP. From then on a link that fails is an error.
 
 pub(super) mod trial;
 
@@ -20,16 +19,17 @@ use crate::link::region::Region;
 use crate::link::verbs::{self, Card, Rdma, RdmaPort, read};
 use crate::types::Rank;
 
-/// Letters of a reason that all ranks are told, at most: the table has to hold one of each rank.
+/// The most letters of the reason for which a rank has no port, as it tells the others: what ranks tell each other is bounded.
 const MOST_TOLD: usize = 400;
 
 /// Finds out which ports of which network cards could carry links to other hosts by RDMA, and why others could not: InfiniBand and RoCE v2, through
-/// libibverbs, which is loaded when this is first called. Ranks of different hosts talk through the first of these ports where all hosts have one of one
-/// kind, and messages get through; all ranks do where [`LinkChoice::RDMA`](crate::LinkChoice::RDMA), or `ALLSTREAM_LINK=rdma`, asks for it.
+/// libibverbs, which is loaded when this is first called. Ranks of different hosts talk through the first of these ports if all hosts have a port of
+/// the same kind, and messages get through. All ranks do, also those of one host, if [`LinkChoice::RDMA`](crate::LinkChoice::RDMA) or
+/// `ALLSTREAM_LINK=rdma` asks for it.
 ///
-/// Of a port's addresses (GIDs) on Ethernet one of RoCE v2 is taken, if there are several one of the interface at which the other ranks reach this
-/// host, and of those one of IPv4 before one of IPv6. `ALLSTREAM_RDMA_DEVICE` (`mlx5_0`, `mlx5_0,mlx5_1:1`, `^mlx5_2`) and `ALLSTREAM_RDMA_GID` (an
-/// index) choose otherwise; `ALLSTREAM_VERBS_LIBRARY` names the library's file.
+/// On Ethernet, one of a port's addresses (GIDs) for RoCE v2 is taken: the one at which the other ranks reach this host, else another one of that
+/// interface, else any; and IPv4 before IPv6. `ALLSTREAM_RDMA_DEVICE` (`mlx5_0`, `mlx5_0,mlx5_1:1`, `^mlx5_2`) and `ALLSTREAM_RDMA_GID` (an index)
+/// choose otherwise; `ALLSTREAM_VERBS_LIBRARY` names the library's file.
 ///
 /// ```
 /// match allstream::rdma::find() {
@@ -48,7 +48,7 @@ pub fn find() -> Result<Rdma, Error> {
 /// What a rank has for links over RDMA, from before it meets the others until the world has formed.
 #[derive(Clone)]
 pub(crate) struct Prospect {
-    /// As the rank says it when it registers.
+    /// What the rank says of it when it registers.
     pub(super) end: RdmaEnd,
     port: Option<RdmaPort>,
     region: Arc<Region>,
@@ -65,7 +65,7 @@ impl Prospect {
     /// Opens the port, if it is not open yet.
     ///
     /// # Errors
-    /// There is none, or what the device refuses.
+    /// There is no port, or the device refuses to open it.
     pub(super) fn open(&self) -> Result<Arc<Card>, Error> {
         if let Some(card) = self.card.get() {
             return Ok(card.clone());
@@ -76,7 +76,7 @@ impl Prospect {
         Ok(self.card.get_or_init(|| Arc::new(card)).clone())
     }
 
-    /// What a rank has that says this, and whose port cannot be opened.
+    /// The prospect of a rank that says `end`, and whose port cannot be opened.
     #[cfg(test)]
     pub(super) fn pretended(end: RdmaEnd) -> Result<Prospect, Error> {
         Ok(Prospect { end, port: None, region: Arc::new(Region::private()?), card: Arc::default() })
@@ -92,17 +92,17 @@ impl Prospect {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Need {
     Never,
-    /// Those to other hosts may.
+    /// Links to other hosts may.
     Between,
-    /// All are to.
+    /// All links are to go over RDMA.
     Chosen,
 }
 
 /// Finds out what a rank has for links over RDMA, where its links may go over it. If RDMA was chosen, also opens the port.
 ///
 /// # Errors
-/// What [`find`] says, with the host's name and what to do, where RDMA was chosen: the other ranks are told. [`Error::Invalid`]: a variable says what
-/// cannot be understood.
+/// If RDMA was chosen: the errors of [`find`], with the host's name and what to do, as the other ranks are told them. [`Error::Invalid`]: a variable
+/// says what cannot be understood.
 pub(crate) fn look(need: Need, region: &Arc<Region>) -> Result<Option<Prospect>, Error> {
     if need == Need::Never {
         return Ok(None);
@@ -176,13 +176,13 @@ pub(super) fn why_not<'a>(members: impl Iterator<Item = &'a Registration>) -> Op
 /// Opens a rank's port as [`Prospect::open`] does, on a thread of its own.
 ///
 /// # Errors
-/// As there, in words.
+/// The same errors, as text.
 pub(super) async fn open_aside(prospect: Prospect) -> Result<Arc<Card>, String> {
     trial::aside(move || prospect.open().map_err(|error| error.to_string())).await
 }
 
-/// Leaves out of what ranks have said what no other needs: the table of a large world has to hold it. Kept are the first port, the first of another kind,
-/// and the first reason for which a rank has none, of which [`why_not`] speaks.
+/// Shortens what ranks have said, as the table of a large world has to hold it. What [`why_not`] speaks of is kept: the first port, the first of each
+/// other kind, and the first reason for which a rank has no port.
 pub(super) fn condense(members: &mut [Registration]) {
     let mut kinds: Vec<String> = Vec::new();
     let mut is_missing = false;
@@ -216,7 +216,7 @@ fn falls_back(own: Rank, why: &str) {
     warn_once(own, &text);
 }
 
-/// Warns of what all ranks find alike: rank 0 does, for all.
+/// Logs what all ranks find alike: as a warning on rank 0 only, for all of them.
 fn warn_once(own: Rank, text: &str) {
     if own == 0 {
         tracing::warn!(rank = own, "{text}");
@@ -225,7 +225,7 @@ fn warn_once(own: Rank, text: &str) {
     }
 }
 
-/// Says what has come of it, to people.
+/// Logs the result of the trials.
 pub(super) fn tell(own: Rank, table: &Table, tried: &Tried) {
     match tried {
         Ok(()) => {
@@ -240,7 +240,7 @@ pub(super) fn tell(own: Rank, table: &Table, tried: &Tried) {
     }
 }
 
-/// Where the ports' packets differ: that the smaller are used.
+/// What users are told if the ports' packets carry different numbers of bytes: that the smaller number is used.
 pub(super) fn mtus<'a>(members: impl Iterator<Item = &'a Registration>) -> Option<String> {
     let all: Vec<(Rank, &str, u32)> = members
         .filter_map(|of| {

@@ -1,4 +1,4 @@
-//! What ranks tell each other while they meet: each says what it is ([`Registration`]), rank 0 what has become of that ([`News`]), and
+//! What ranks tell each other while they meet: each says what it is ([`Registration`]), rank 0 answers how the meeting goes on ([`News`]), and
 //! in the end all know the same [`Table`].
 
 use std::net::SocketAddr;
@@ -11,7 +11,7 @@ use super::link_choice::LinkChoice;
 use crate::plan::choices::Choices;
 use crate::types::Rank;
 
-/// How ranks watch over each other. Rank 0's is everyone's.
+/// How ranks watch over each other. What rank 0 says counts for all ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Heartbeat {
     /// A connection on which nothing was sent for this long carries a heartbeat.
@@ -37,14 +37,14 @@ pub(crate) struct Registration {
     /// The name of its unix socket in the abstract namespace.
     pub(crate) socket: Option<String>,
     pub(crate) link: LinkChoice,
-    /// What it could talk by RDMA through, where ranks may.
+    /// What it has for RDMA, if its links may use RDMA.
     pub(crate) rdma: Option<RdmaEnd>,
-    /// Why it cannot take part: it came to say so.
+    /// Why it cannot take part, if it registers only to say so.
     pub(crate) unfit: Option<String>,
 }
 
 impl Registration {
-    /// The port that it would talk by RDMA through.
+    /// The name of the port through which it would talk by RDMA.
     fn port_name(&self) -> Option<&str> {
         Some(&self.rdma.as_ref()?.port.as_ref().ok()?.name)
     }
@@ -57,7 +57,7 @@ pub(crate) struct RdmaEnd {
     pub(crate) host: String,
     /// The port that the rank's links would go through, or why there is none.
     pub(crate) port: Result<EndPort, String>,
-    /// The host has a card, or its user has named one: if that comes to nothing, the user wants to know why.
+    /// Whether the host has a card, or its user has named one: if RDMA is not used then, the user wants to know why.
     pub(crate) is_expected: bool,
 }
 
@@ -66,7 +66,7 @@ pub(crate) struct RdmaEnd {
 pub(crate) struct EndPort {
     /// The device and the port on it.
     pub(crate) name: String,
-    /// What it speaks: ports talk to others of the same.
+    /// What it speaks, such as InfiniBand: a port talks only to ports that speak the same.
     pub(crate) layer: String,
     /// Bytes of data in a packet.
     pub(crate) mtu: u32,
@@ -80,7 +80,7 @@ pub(crate) struct Table {
     pub(crate) world: [u8; 16],
     pub(crate) members: Vec<Registration>,
     pub(crate) heartbeat: Heartbeat,
-    /// Rank 0's choice of algorithms is everyone's.
+    /// Rank 0's choice of algorithms, which counts for all ranks.
     pub(crate) choices: Choices,
 }
 
@@ -89,7 +89,7 @@ impl Table {
         self.members.iter().all(|of| of.process.host == self.members[0].process.host)
     }
 
-    /// Whether a rank is the first of its host that would talk through its port. (Ranks of a host may have been given one each.)
+    /// Whether a rank is the first of its host that would talk through its port. (Ranks of one host may have different ports.)
     fn leads(&self, rank: Rank) -> bool {
         let own = &self.members[rank];
         let is_same =
@@ -106,14 +106,14 @@ impl Table {
             .len()
     }
 
-    /// Whether these two are to try the way between their ports.
+    /// Whether these two ranks are to try whether messages get through between their ports.
     pub(crate) fn try_each_other(&self, one: Rank, other: Rank) -> bool {
         self.members[one].process.host != self.members[other].process.host
             && self.leads(one)
             && self.leads(other)
     }
 
-    /// Whether this, from rank 0, is one that a rank of a world of `size` can stand in.
+    /// Checks a table that came from rank 0, for a rank of a world of `size`.
     pub(crate) fn check(&self, size: usize) -> Result<(), String> {
         if self.members.len() != size {
             return Err(format!("a table of {} ranks for a world of {}", self.members.len(), size));
@@ -139,7 +139,7 @@ impl Table {
 /// From rank 0 to a rank that has registered.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) enum News {
-    /// These have not come yet.
+    /// These ranks have not come yet.
     Waiting { missing: Vec<Rank> },
     /// All have come.
     Formed(Box<Table>),
@@ -147,17 +147,17 @@ pub(crate) enum News {
     Elsewhere { addresses: Vec<SocketAddr> },
     /// There will be no world.
     Failed { problem: String },
-    /// Of a world that has formed: this rank is gone, and was not connected to all others.
+    /// After [`Formed`](News::Formed): this rank is gone, before it was connected to all others.
     Left { rank: Rank, why: String },
-    /// Of a world that has formed: rank 0 is connected to all. A rank that is still connecting need not wait for rank 0, and the end of this
-    /// connection means nothing any more. Where RDMA was tried this comes when all are connected, and says whether it is used.
+    /// After [`Formed`](News::Formed): rank 0 is connected to all others. From here on the end of the connection to rank 0 means nothing: ranks that
+    /// are still connecting go on without rank 0. If the ranks try RDMA, this comes only when all are connected, and says whether RDMA is used.
     Connected { rdma: Option<Tried> },
 }
 
 /// From a rank that has registered to rank 0, once: it is connected to all others.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Connected {
-    /// How its trials of RDMA went, where the table had it try.
+    /// How its trials of RDMA went, if the ranks try it.
     pub(crate) rdma: Option<Tried>,
 }
 

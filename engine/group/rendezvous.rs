@@ -21,9 +21,9 @@ use super::registration::Registration;
 use super::signpost::{self, Look};
 use crate::error::{Error, limits};
 
-/// How often rank 0 tells those who wait for whom they wait, if that changed.
+/// How often rank 0 tells the ranks that wait which ranks are missing, if that has changed.
 const NEWS: Duration = Duration::from_millis(250);
-/// How long rank 0 stays when there can be no world as some rank cannot take part, so that those who come meanwhile hear why.
+/// How long rank 0 stays when some rank cannot take part, so that there will be no world: ranks that come meanwhile hear why.
 pub(super) const LINGER: Duration = Duration::from_secs(5);
 
 impl Me<'_> {
@@ -70,7 +70,7 @@ impl Me<'_> {
         let mut end = self.deadline;
         let ended = loop {
             if lobby.tell_unfit() {
-                // There will be no world. Those who are still to come hear why, if that is soon.
+                // There will be no world. Ranks that come soon still hear why.
                 end = end.min(Instant::now() + LINGER);
             }
             let next = next_news.min(end);
@@ -111,8 +111,8 @@ impl Me<'_> {
         signpost::Visitor { address: self.address.clone(), token: self.token.clone(), own: own.clone() }
     }
 
-    /// The addresses where ranks meet: asked for until there are some, for a name may be known some seconds later than the host
-    /// that has it (a pod's, in Kubernetes).
+    /// The addresses where ranks meet. The name is asked for until it has some: it may become known some seconds after its host has started
+    /// (a pod's name, in Kubernetes).
     async fn resolve_patiently(&self) -> Result<Vec<SocketAddr>, Error> {
         let mut pause = Duration::from_millis(50);
         loop {
@@ -149,7 +149,7 @@ impl Me<'_> {
         let addresses = self.resolve_patiently().await?;
         let literal = is_literal(&self.address.host);
         let mut last = None;
-        // The name of this host may be in /etc/hosts as a loopback address, where no other host would come.
+        // The file /etc/hosts may give this host's name a loopback address. That one is left out, as no other host would come there.
         for address in addresses.iter().filter(|a| literal || !a.ip().is_loopback()) {
             match listen_at(*address) {
                 Ok(door) => return Ok(Gate { door, strays: None }),
@@ -162,8 +162,8 @@ impl Me<'_> {
         if literal && addresses.iter().all(|a| a.ip().is_loopback()) {
             return Err(self.error(format!("listening failed at {}", last.unwrap_or_default())));
         }
-        // The address is none of this host's: translated, or a service's, or another host's where a rank may put up a signpost.
-        // Listen on all. Only the token admits.
+        // The address is none of this host's (it may be translated, or a service's, or another host's, where a rank may put up a signpost), or
+        // only loopback addresses are known for the name. So rank 0 listens on all addresses. Only the token admits.
         let port = self.address.port;
         if last.is_some() {
             tracing::warn!(address = %self.address, ?last, "rank 0 listens on all addresses of its host ({}): where ranks meet is none of \
@@ -181,7 +181,7 @@ impl Me<'_> {
         }
     }
 
-    /// Somebody listens already at this port of this host. If that is a rank's signpost, which came first, rank 0 listens beside it.
+    /// For when somebody already listens at this port of this host. If that is a rank's signpost, rank 0 listens at another port, and says so there.
     async fn beside(&self, at: IpAddr) -> Result<Gate, Error> {
         let failed = |e: String| self.error(format!("listening beside a signpost: {e}"));
         let (door, _) = self.reach.listen(at, false).map_err(failed)?;
@@ -201,7 +201,7 @@ impl Me<'_> {
 /// Where ranks come to register.
 struct Gate {
     door: TcpListener,
-    /// Ranks may come to where they meet, and this listener is not there. Inside: the signpost that knows of it.
+    /// `Some` if ranks may come to where they meet, but this listener is not there. Inside: the connection to a signpost that knows where it is.
     strays: Option<Option<TcpStream>>,
 }
 

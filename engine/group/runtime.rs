@@ -66,7 +66,7 @@ pub(crate) fn handle() -> Result<Handle, Error> {
     Ok(control()?.handle.clone())
 }
 
-/// Runs a future on the control thread, to its end whoever listens. It must never block.
+/// Runs a future on the control thread to its end, even if the handle is dropped. The future must never block.
 pub(crate) fn spawn<F>(future: F) -> Result<JoinHandle<F::Output>, Error>
 where
     F: Future<Output: Send> + Send + 'static,
@@ -79,7 +79,7 @@ pub(crate) fn is_control_thread() -> bool {
     CONTROL.get().is_some_and(|c| c.thread == std::thread::current().id())
 }
 
-/// Runs a future on the control thread and awaits it from any executor. Dropping this stops it.
+/// Runs a future on the control thread and awaits it from any executor. Dropping the returned future stops it.
 pub(crate) async fn run<T, F>(future: F) -> Result<T, Error>
 where
     T: Send + 'static,
@@ -88,7 +88,7 @@ where
     struct Stop(AbortHandle);
     impl Drop for Stop {
         fn drop(&mut self) {
-            // In a child of a fork the task is the parent's.
+            // In a forked child the task is the parent's.
             if !forked::is_forked() {
                 self.0.abort();
             }

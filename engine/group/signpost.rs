@@ -1,10 +1,10 @@
-//! Where rank 0 is, if it is not where the ranks meet.
+//! Signposts, which say where rank 0 is, if it is not where the ranks meet.
 //!
 //! A launcher may name a host for the ranks to meet at before it knows on which host rank 0 will be: torchrun deals ranks out in the
 //! order in which hosts come, and names the host of its own store. Then nobody listens at that address. So after a while a rank of
-//! that host puts up a signpost there: a listener that asks for the job's secret, as rank 0 does. Rank 0, which finds that the address
-//! is none of its host's or that somebody listens there already, comes to it, too, says where it listens, and stays for as long as it
-//! lives; the others are sent on.
+//! that host puts up a signpost there: a listener that asks for the job's secret, as rank 0 does. Rank 0 finds that the address
+//! is none of its host's, or that somebody already listens there. So it connects to the signpost, too, says where it listens, and keeps
+//! this connection until the meeting is over. The signpost sends the other ranks on.
 
 use std::io;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -31,17 +31,17 @@ const LOOK: Duration = Duration::from_millis(500);
 /// How long one look takes at most.
 const LOOKING: Duration = Duration::from_secs(2);
 
-/// Where rank 0 listens, as far as it has said so; and its process, for messages to people.
+/// Where rank 0 listens, and its process id (for messages to people), once it has said so.
 type Known = Option<(Vec<SocketAddr>, u32)>;
 
-/// A rank's signpost. It comes down with this.
+/// A rank's signpost. Dropping this takes it down.
 pub(super) struct Signpost {
     known: watch::Receiver<Known>,
     _task: JoinSet<()>,
 }
 
 impl Signpost {
-    /// Puts one up where ranks meet, if that is an address of this host and nobody listens there.
+    /// Puts up a signpost where ranks meet, if that is an address of this host and nobody listens there.
     pub(super) fn raise(me: &Me<'_>, addresses: &[SocketAddr]) -> Option<Signpost> {
         let (token, rank) = (me.token.clone(), me.rendezvous.rank);
         let listener = listen_here(&me.address.host, addresses)?;
@@ -60,7 +60,7 @@ impl Signpost {
     pub(super) async fn told(&self) -> Vec<SocketAddr> {
         match announced(&mut self.known.clone()).await {
             Some(addresses) => addresses,
-            // Whoever tells lives as long as this.
+            // Does not happen: the sender lives as long as this signpost.
             None => std::future::pending().await,
         }
     }
@@ -72,13 +72,13 @@ async fn announced(known: &mut watch::Receiver<Known>) -> Option<Vec<SocketAddr>
     known.as_ref().map(|(addresses, _)| addresses.clone())
 }
 
-/// A listener at one of these addresses that is this host's and that other hosts may mean, too.
+/// A listener at the first of these addresses that is this host's, and that other hosts may come to.
 fn listen_here(host: &str, addresses: &[SocketAddr]) -> Option<TcpListener> {
     let abroad = |address: &&SocketAddr| !address.ip().is_loopback();
     if let Some(listener) = addresses.iter().filter(abroad).find_map(|address| listen_at(*address).ok()) {
         return Some(listener);
     }
-    // The name of this host, which leads to another of its addresses elsewhere.
+    // This host's own name leads to loopback here, and elsewhere to another address of this host: so it listens at all of them.
     let own_name = !is_literal(host) && addresses.iter().all(|address| address.ip().is_loopback());
     let port = addresses.first().filter(|_| own_name)?.port();
     let all =
@@ -86,7 +86,7 @@ fn listen_here(host: &str, addresses: &[SocketAddr]) -> Option<TcpListener> {
     all.into_iter().find_map(|at| listen_at(at).ok())
 }
 
-/// What happens at a signpost.
+/// Serves a connection to a signpost: rank 0 says where it listens, another rank waits for that and is sent there.
 async fn send_on(
     mut stream: TcpStream,
     visit: Visit,
@@ -111,7 +111,7 @@ async fn send_on(
     if visitor.rank == 0 {
         tell(&mut stream, &News::Elsewhere { addresses: Vec::new() }).await.map_err(broken)?;
         known.send_replace(Some((visitor.addresses, visitor.process.pid)));
-        // It stays for as long as it lives, and says nothing.
+        // Rank 0 keeps this connection until its meeting is over, and says nothing more.
         let _ = stream.read(&mut [0]).await;
         known.send_replace(None);
         return Ok(());
@@ -127,7 +127,7 @@ async fn tell(stream: &mut TcpStream, news: &News) -> io::Result<()> {
 
 /// What came of rank 0's look for a signpost.
 pub(super) enum Look {
-    /// It has said there where it is: so for as long as this connection lasts.
+    /// There is one, and rank 0 has told it where it listens: the signpost knows that for as long as this connection lasts.
     Told(TcpStream),
     /// There is none (yet).
     None(String),
@@ -156,9 +156,9 @@ pub(super) async fn look(me: &Visitor, bound: SocketAddr) -> Look {
             Err(end) => return Err(Look::None(end.to_string())),
         }
         match Frames::default().next::<News, _>(&mut stream).await {
-            // Another rank 0 was there, or one that was told of two.
+            // Another rank 0 listens there, or it is a signpost to which another rank 0 has come.
             Ok(Some(News::Failed { problem })) => Err(Look::Problem(problem)),
-            // (An address that leads here by way of another, as that of a service does, led to this rank: that is good, too.)
+            // (If the address leads, by way of a service for instance, back to this rank itself, that is good, too.)
             _ => Ok(stream),
         }
     };
@@ -169,14 +169,14 @@ pub(super) async fn look(me: &Visitor, bound: SocketAddr) -> Look {
     }
 }
 
-/// Rank 0, as it comes to a signpost.
+/// What rank 0 needs when it goes to a signpost.
 pub(super) struct Visitor {
     pub(super) address: Address,
     pub(super) token: Token,
     pub(super) own: Registration,
 }
 
-/// Looks for a signpost again and again, as long as this is awaited; ends with why there can be no world.
+/// Looks for a signpost again and again, until this future is dropped. Returns only if there can be no world, with the reason.
 pub(super) async fn keep_telling(me: Visitor, bound: SocketAddr, mut told: Option<TcpStream>) -> String {
     loop {
         if let Some(mut stream) = told.take() {

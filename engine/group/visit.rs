@@ -21,19 +21,19 @@ use crate::types::Rank;
 
 /// How much longer than its own deadline a registered rank waits for rank 0 to say who is missing.
 const GRACE: Duration = Duration::from_secs(2);
-/// For so long nobody listens where ranks meet, then a rank of that host puts up a signpost there. Most often rank 0 is only slower
-/// to start, and comes meanwhile.
+/// If nobody has listened for this long where the ranks meet, a rank of that host puts up a signpost there. Most often rank 0 is only slower
+/// to start, and comes before that.
 const SIGNPOST_AFTER: Duration = Duration::from_secs(1);
 
 /// How far a rank has come with finding rank 0.
 struct Search {
-    /// Where a signpost has sent it. None: where the ranks meet.
+    /// The addresses to which a signpost has sent this rank. `None`: it goes to where the ranks meet.
     sent_to: Option<Vec<SocketAddr>>,
-    /// Since when nobody listens there.
+    /// Since when connections there have been refused, as nobody listens.
     refused: Option<Instant>,
-    /// This rank's own, if it has put one up.
+    /// This rank's own signpost, if it has put one up.
     signpost: Option<Signpost>,
-    /// Held for when no descriptor is left: to say so at rank 0 takes one.
+    /// An open file that is closed when this process has no descriptor left, as it needs one to tell rank 0 of that.
     spare: Option<File>,
     /// Why this rank cannot take part, as far as it knows by now.
     unfit: Option<String>,
@@ -42,7 +42,7 @@ struct Search {
 /// What came of registering.
 enum Waited {
     Formed(Box<Table>, Registered),
-    /// Rank 0 is there.
+    /// Rank 0 listens at one of these addresses.
     Elsewhere(Vec<SocketAddr>),
     /// The rank that had put up the signpost is gone.
     Again,
@@ -118,7 +118,7 @@ impl Me<'_> {
         }
     }
 
-    /// Connects to rank 0 until that works, and says who this is.
+    /// Tries to connect to rank 0 until that works, and registers this rank there.
     async fn register(&self, search: &mut Search) -> Result<(TcpStream, Option<TcpListener>), Error> {
         let mut pause = Duration::from_millis(10);
         loop {
@@ -126,8 +126,8 @@ impl Me<'_> {
                 let told = timeout_at(self.deadline, signpost.told()).await;
                 search.sent_to = Some(told.map_err(|_| {
                     self.error(format!(
-                        "rank 0 could not be reached within {:?}: nobody listened there. It is an address of this rank's host, so \
-                         this rank waited there for rank 0 to say where it is. Is rank 0 running?",
+                        "rank 0 could not be reached within {:?}: nobody listened at that address. The address is this rank's \
+                         host's, so this rank waited there for rank 0 to say where it listens. Is rank 0 running?",
                         self.rendezvous.timeout
                     ))
                 })?);
@@ -154,7 +154,7 @@ impl Me<'_> {
                     }
                     why
                 }
-                Err(_) => "it accepted no connection, or did not answer on it".into(),
+                Err(_) => "no connection was accepted, or nothing answered on the connection".into(),
             };
             search.sent_to = None;
             if Instant::now() + pause >= self.deadline {
@@ -181,9 +181,9 @@ impl Me<'_> {
             Err((Failure::Limit, why)) => return Err(Attempt::Limit(why)),
             Err((_, why)) => return Err(Attempt::Again(why)),
         };
-        // Whoever comes from where rank 0 is comes over this interface.
+        // Ranks that come from rank 0's side of the network reach this rank at this address.
         let local = stream.local_addr().map_err(|e| Attempt::Again(e.to_string()))?.ip();
-        // But the name of this host often leads to a loopback address on the host itself, and to another one elsewhere.
+        // But if the ranks meet at this host's own name: here the name often resolves to a loopback address, elsewhere to another one.
         let is_own_name = local.is_loopback() && search.sent_to.is_none() && !is_literal(&self.address.host);
         let (mut listener, mut told) = (None, Vec::new());
         if search.unfit.is_none() {

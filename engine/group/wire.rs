@@ -11,7 +11,7 @@ pub(crate) const MAX_FRAME: usize = 1 << 20;
 /// Bytes asked from a socket at once. The buffer grows with what has come, not with what is announced.
 const READ: usize = 16 << 10;
 
-/// A frame as it travels, or why it cannot be one.
+/// The frame that carries `value`, or why there cannot be one.
 pub(crate) fn encode<T: Serialize>(value: &T) -> Result<Vec<u8>, String> {
     let mut frame = vec![0; 4];
     serde_json::to_writer(&mut frame, value).map_err(|e| e.to_string())?;
@@ -54,13 +54,13 @@ impl Frames {
         value.map(Some)
     }
 
-    /// Takes what the stream has, one read; 0 at its end. Cancelling loses nothing.
+    /// Reads from the stream once. Returns how many bytes came: 0 at the stream's end. Cancelling this loses nothing.
     pub(crate) async fn fill<R: AsyncRead + Unpin>(&mut self, stream: &mut R) -> io::Result<usize> {
         self.bytes.reserve(READ);
         stream.read_buf(&mut self.bytes).await
     }
 
-    /// The next frame; `None` where the stream ends between two.
+    /// The next frame; `None` if the stream ends between two frames.
     pub(crate) async fn next<T, R>(&mut self, stream: &mut R) -> Result<Option<T>, String>
     where
         T: DeserializeOwned,

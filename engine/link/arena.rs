@@ -12,8 +12,8 @@ use crate::types::{DType, Element};
 /// A buffer from [`Comm::alloc`](crate::Comm::alloc): memory that the other ranks of this host read, and in an all_reduce
 /// write, in place, so that a collective on it copies nothing into staging slots. Zeroed, aligned to a page; derefs to a slice.
 ///
-/// It may outlive its communicator, and be used with others (of the same world without a copy, of another one as any
-/// buffer).
+/// It may outlive its communicator, and be used with other communicators: those of the same world need no copy either, those of another
+/// world take it as any buffer.
 pub type ArenaBuf<T> = OwnedSlice<T, Pages>;
 
 /// What owns the memory of an [`ArenaBuf`]: pages of a rank's region.
@@ -37,7 +37,7 @@ impl SliceOwner for Pages {
 
 impl<T: Element> ArenaBuf<T> {
     pub(crate) fn zeroed(region: &Arc<Region>, len: usize) -> Result<ArenaBuf<T>, Error> {
-        // What is free here may be in use in the parent.
+        // In a forked child, what is free here may be in use in the parent.
         forked::check()?;
         if T::DTYPE == DType::Bool {
             // Peers can write there at any time, and a bool must be 0 or 1 at any time.
@@ -51,8 +51,8 @@ impl<T: Element> ArenaBuf<T> {
         let bytes = len.checked_mul(size_of::<T>()).ok_or_else(none)?.max(1);
         let offset = region.take_pages(bytes).ok_or_else(none)?;
         let pages = Pages { region: region.clone(), offset, bytes };
-        // SAFETY: `len` elements inside the mapping, which the pages' region keeps and which does not move; zeroed when given, and
-        // every Element is valid when zero. They are nobody else's until they are given back: of peers, correct ones touch them only
+        // SAFETY: `len` elements, aligned to a page, inside the mapping, which the region in `pages` keeps and which does not move. They are
+        // zero when given, and zero is a valid Element. Nobody else uses them until `pages` gives them back: correct peers touch them only
         // while an operation owns them.
         Ok(unsafe { OwnedSlice::new(region.at(offset).cast(), len, pages) })
     }

@@ -19,8 +19,8 @@ use crate::types::Signature;
 pub(crate) struct Descriptor {
     op: u64,
     offset: u64,
-    /// Where the payload is: an address (same process), an offset in the sender's region, or `NOWHERE`: inline. A payload
-    /// of at most [`TINY`] bytes is here itself: one line less that goes from core to core.
+    /// Where the payload is: an address (same process), an offset in the sender's region, or `NOWHERE` if it lies beside the descriptor. A
+    /// payload of at most `TINY` bytes (`local.rs`) is in this field itself: one cache line less goes from core to core.
     pub(crate) location: u64,
     count: u64,
     pub(crate) len: u32,
@@ -79,14 +79,14 @@ impl RawRing {
         if !region.contains(offset, RING_BYTES) || !offset.is_multiple_of(128) {
             return Err(Error::system(
                 "open a ring of a peer",
-                format!("offset {offset} is not in its region"),
+                format!("no ring can begin at offset {offset} of its region"),
             ));
         }
         let base = region.at(offset as usize);
         Ok(RawRing { region, base })
     }
 
-    /// Where it begins in its region.
+    /// The offset in its region at which the ring begins.
     pub(crate) fn offset(&self) -> Option<u64> {
         self.region.offset_of(self.base)
     }
@@ -99,19 +99,19 @@ impl RawRing {
         self.base.wrapping_add(CELLS_AT + cell * CELL + LINE)
     }
 
-    /// Writes beside the descriptor of frame `frame`, before that is posted: at most [`INLINE`] bytes.
+    /// Writes at most [`INLINE`] bytes beside the descriptor of frame `frame`. To be called before the frame is published.
     pub(crate) fn write_beside(&self, frame: u64, bytes: &[u8]) {
         debug_assert!(bytes.len() <= INLINE);
         let at = self.inline((frame % CELLS) as usize);
-        // SAFETY: the cell is in the mapping, has that much room beside the descriptor, and is by the protocol the
-        // producer's until it is published.
+        // SAFETY: the cell is in the mapping, has `INLINE` bytes of room beside the descriptor, and by the protocol is the
+        // producer's until it is published, so nobody has a reference to it: `bytes` lies elsewhere.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), at, bytes.len().min(INLINE)) };
     }
 
-    /// What was written there, of a frame that was published.
+    /// The bytes that the producer wrote beside the descriptor of a published frame.
     pub(crate) fn read_beside<const N: usize>(&self, frame: u64) -> [u8; N] {
         const { assert!(N <= INLINE) };
-        // SAFETY: as in `read`: in the mapping, and a copy of plain bytes, checked afterwards.
+        // SAFETY: as in `read`: the cell is in the mapping, and this copies plain bytes, which the caller checks afterwards.
         unsafe { self.inline((frame % CELLS) as usize).cast::<[u8; N]>().read_volatile() }
     }
 
@@ -125,7 +125,7 @@ impl RawRing {
         unsafe { &*self.base.cast::<AtomicU64>() }
     }
 
-    /// Whether the consumer has released all of so many frames, or has said that it reads no more.
+    /// Whether the consumer has released all `posted` frames, or has said that it reads no more.
     pub(crate) fn has_released(&self, posted: u64) -> bool {
         [posted, CLOSED].contains(&self.released_count().load(Ordering::Acquire))
     }
@@ -139,7 +139,7 @@ impl RawRing {
 /// The word of a ring by which its sender takes back what it lent.
 pub(crate) struct RingFlag(RawRing);
 
-// SAFETY: all that is done with the ring is to its flag, an atomic word.
+// SAFETY: of the ring, a `RingFlag` accesses only the revocation word, which is atomic.
 unsafe impl Sync for RingFlag {}
 
 impl RingFlag {
@@ -157,7 +157,7 @@ impl RingFlag {
 }
 
 impl RingMemory for RawRing {
-    /// A descriptor, and the payload to copy beside it (null: none).
+    /// A descriptor, and the payload to copy beside it (null: none); of a frame that was read, the place beside the descriptor.
     type Frame = (Descriptor, *const u8);
 
     fn lap_acquire(&self, cell: usize) -> u32 {

@@ -12,7 +12,7 @@ use crate::error::Error;
 /// How long the control connection has to say why a peer cannot be dialled, before the dial's own error counts.
 const GRACE: Duration = Duration::from_secs(1);
 
-/// What a dial answers with, exactly once.
+/// What a dial calls with its outcome, exactly once.
 pub(crate) type Connected = Box<dyn FnOnce(Result<TcpStream, Error>) + Send>;
 /// Dials the peer.
 pub(crate) type Dial = Box<dyn FnOnce(Connected) + Send>;
@@ -21,7 +21,7 @@ pub(crate) type Dial = Box<dyn FnOnce(Connected) + Send>;
 pub(super) enum Dialled {
     Not(Option<Dial>),
     Begun(Arc<Mutex<Option<Result<TcpStream, Error>>>>),
-    /// The dial failed, then: a peer that has ended, which the control connection says first, or a fault of the net.
+    /// The dial failed, and when. Either the peer has ended, of which the control connection is to tell first, or the network is at fault.
     Failed(Error, Instant),
 }
 
@@ -30,7 +30,7 @@ impl Dialled {
         Dialled::Not(Some(dial))
     }
 
-    /// Dials at the first call; the connection, once. The reactor is kicked when there is an answer.
+    /// Dials at the first call, and kicks the reactor when the dial has answered. Returns the connection once; a failed dial's error, after `GRACE`.
     pub(super) fn poll(&mut self, reactor: &Arc<dyn Reactor>) -> Result<Option<TcpStream>, Error> {
         match self {
             Dialled::Not(dial) => {

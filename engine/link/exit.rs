@@ -9,18 +9,18 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use super::cells::RawRing;
 use super::region::Region;
 
-/// A process of this host, by a descriptor that stands for it alone: its number may be given to another one later.
+/// A process of this host, named by a descriptor that stands for this process alone: its number may be given to another process later.
 #[derive(Clone, Debug)]
 pub(crate) struct Exit(Arc<OwnedFd>);
 
 impl Exit {
-    /// The descriptor is one that `pidfd_open` gives.
+    /// `process` is a descriptor from `pidfd_open`.
     pub(crate) fn of(process: OwnedFd) -> Exit {
         Exit(Arc::new(process))
     }
 
-    /// Whether the process has exited: none of its threads runs any more, so nothing is written by it. One that is stopped
-    /// has not.
+    /// Whether the process has exited: none of its threads runs any more, so it writes nothing. A process that is stopped
+    /// has not exited.
     pub(crate) fn has_come(&self) -> bool {
         let now = Timespec { tv_sec: 0, tv_nsec: 0 };
         let mut fds = [PollFd::new(&*self.0, PollFlags::IN)];
@@ -31,19 +31,19 @@ impl Exit {
 /// Says whether something is over.
 pub(crate) type IsOver = Box<dyn Fn() -> bool + Send + Sync>;
 
-/// The time for which memory may be touched that this rank has given away for a while.
+/// The time for which somebody else may touch memory of this rank. The lease tells when that time is over.
 pub(crate) struct Lease {
-    /// The rank's.
+    /// The region of the rank whose memory it is.
     region: Weak<Region>,
     until: Until,
     over: AtomicBool,
 }
 
 enum Until {
-    /// A peer in another process has released so many frames of this ring in the region: then all. Nobody has what was lent once the
-    /// process has exited, or the region is gone.
+    /// A peer in another process has released all `posted` frames of this ring in the region, or has hung up. Nobody can touch what was
+    /// lent once the peer's process has exited, or the region is gone.
     Released { ring: u64, posted: u64, exit: Option<Exit> },
-    /// A link, which writes by itself, says so.
+    /// This function says so. It is from a link, or a device, that touches memory by itself.
     Written(IsOver),
 }
 
@@ -52,12 +52,12 @@ impl Lease {
         Lease { region: Arc::downgrade(region), until, over: AtomicBool::new(false) }
     }
 
-    /// Of what a peer was lent.
+    /// A lease of what a peer in another process was lent.
     pub(super) fn lent(region: &Arc<Region>, ring: u64, posted: u64, exit: Option<Exit>) -> Lease {
         Lease::new(region, Until::Released { ring, posted, exit })
     }
 
-    /// Of what a link may write to.
+    /// A lease of what a link or a device may touch by itself, until `until` returns `true`.
     pub(crate) fn written(region: &Arc<Region>, until: IsOver) -> Lease {
         Lease::new(region, Until::Written(until))
     }
@@ -74,12 +74,12 @@ impl Lease {
             }
     }
 
-    /// The peer has said so in another way. From here on the ring is not looked at: its memory may serve another one.
+    /// Ends the lease: the peer has said in another way that it is over. From here on the ring is not read: its memory may serve another ring.
     pub(crate) fn end(&self) {
         self.over.store(true, Ordering::Release);
     }
 
-    /// Whether it is of a rank with this region.
+    /// Whether it is a lease of the memory of the rank with this region.
     pub(crate) fn is_of(&self, region: &Arc<Region>) -> bool {
         std::ptr::eq(self.region.as_ptr(), Arc::as_ptr(region))
     }

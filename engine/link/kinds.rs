@@ -1,18 +1,18 @@
-//! The kinds of links, in one table: what joins two ranks, what is measured and reported, and what is offered for a choice
-//! is read from it.
+//! The table of all kinds of links. From it the engine takes the kind that joins two ranks, and the kinds that are measured, reported and
+//! offered for a choice.
 
 use super::{LinkKind, Locality, local, tcp, verbs};
 #[cfg(any(test, feature = "testing"))]
 use crate::testing::{late, pipe};
 use crate::types::LinkClass;
 
-/// All of them, the nearest first.
+/// All kinds, those that join the nearest ranks first.
 pub(crate) static KINDS: &[&LinkKind] = &[
     &local::INPROC,
     &local::SHM,
     &tcp::TCP,
-    // Behind TCP, which joins any ranks: RDMA is used where all ranks ask for it, or where the hosts have shown that they can
-    // (`group::rdma`).
+    // After TCP, which joins any ranks, so that `between` returns RDMA only if the ranks ask for it. If they ask for no kind, ranks of different
+    // hosts use RDMA if a trial between their hosts has succeeded (`group::rdma`).
     &verbs::RDMA,
     #[cfg(any(test, feature = "testing"))]
     &pipe::PIPE,
@@ -20,25 +20,25 @@ pub(crate) static KINDS: &[&LinkKind] = &[
     &late::LATE,
 ];
 
-/// The kind with a name, if there is one.
+/// The kind of this class, if there is one.
 pub(crate) fn of(class: LinkClass) -> Option<&'static LinkKind> {
     KINDS.iter().copied().find(|kind| kind.class == class)
 }
 
-/// What joins two ranks: links of the class that was chosen, if one was and they can, or else the nearest.
+/// The kind of links between two ranks: the chosen class, if one was chosen and can join them; otherwise the first kind that can.
 pub(crate) fn between(chosen: Option<LinkClass>, ranks: Locality) -> &'static LinkKind {
     let joins = |kind: &&LinkKind| ranks <= kind.joins;
     let nearest = || KINDS.iter().copied().find(joins).unwrap_or(&tcp::TCP);
     chosen.and_then(of).filter(joins).unwrap_or_else(nearest)
 }
 
-/// Of the kinds between ranks of a group, that between the farthest.
+/// Of the kinds between the ranks of a group, the class of the kind that is last in the table: it joins the ranks farthest apart.
 pub(crate) fn farthest(kinds: &[&LinkKind]) -> LinkClass {
     let at = |kind: &LinkKind| KINDS.iter().position(|known| known.class == kind.class);
     kinds.iter().max_by_key(|kind| at(kind)).map_or(LinkClass::INPROC, |kind| kind.class)
 }
 
-/// Their names, as words of an error.
+/// The names of all kinds, for the text of an error.
 pub(crate) fn names() -> String {
     KINDS.iter().map(|kind| kind.class.to_string()).collect::<Vec<_>>().join(", ")
 }

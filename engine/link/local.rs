@@ -1,4 +1,4 @@
-//! Links between ranks of one host: a ring of descriptors in the sender's region, the payload lent.
+//! Links between ranks of one host: a ring of descriptors in the sender's region; the payload is lent.
 //!
 //! In one process the descriptor names the sender's own memory: the receiver reads it in place. Between processes
 //! it names a slot of the sender's region, or the payload lies in the cell itself.
@@ -23,7 +23,7 @@ use crate::error::Error;
 use crate::types::{LinkClass, Rank};
 
 const NOWHERE: u64 = u64::MAX;
-/// Payloads that need no line beside the descriptor's.
+/// Payloads of at most this many bytes go in the descriptor itself, and need no other cache line.
 const TINY: usize = size_of::<u64>();
 
 /// Wakes a rank's progress thread when it sleeps.
@@ -43,7 +43,7 @@ impl Doorbell {
         fence(Ordering::SeqCst);
         let flag = self.region.doorbell_flag();
         if flag.load(Ordering::Relaxed) != 0 && flag.swap(0, Ordering::AcqRel) != 0 {
-            // Never waits, whatever the descriptor is: a peer's may be anything. If it is full, its owner wakes anyway.
+            // Never waits, whatever kind of descriptor a peer has given. If the socket is full, its owner wakes anyway.
             let _ = rustix::net::send(&*self.fd, &[1], SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
         }
     }
@@ -52,7 +52,7 @@ impl Doorbell {
 /// The doorbell of the rank at the other end of a link, which can be held for a while.
 struct Bell {
     doorbell: Doorbell,
-    /// Held, and whether it is to be rung when it is let go.
+    /// `Some` while the bell is held: whether it is to be rung when it is let go.
     held: Option<bool>,
 }
 
@@ -79,7 +79,7 @@ impl Bell {
     }
 }
 
-/// What a receiver in the same process holds while it reads lent memory, so that a sender can be sure it is not.
+/// A receiver in the same process holds this lock while it uses lent memory. A sender that gets the lock knows that the receiver does not.
 pub(crate) type MemoryLock = Arc<EngineLock<()>>;
 
 /// Ranks of one process.
@@ -96,7 +96,7 @@ pub(crate) static INPROC: LinkKind = LinkKind {
     open_rx: |site| open_rx(site, true),
 };
 
-/// Processes of one host; or ranks of one process that are treated as if each had its own.
+/// Processes of one host; or ranks of one process that are treated as if each had its own process.
 pub(crate) static SHM: LinkKind = LinkKind {
     class: LinkClass::SHM,
     joins: Locality::SameHost,
@@ -127,7 +127,7 @@ pub(crate) struct LocalTx {
 }
 
 impl LocalTx {
-    /// A ring at `offset` of our own `region`.
+    /// Sends over the ring at `offset` of our own `region`.
     pub(crate) fn new(
         region: Arc<Region>,
         offset: usize,
@@ -138,7 +138,7 @@ impl LocalTx {
         Ok(LocalTx { ring, bell: Bell::new(doorbell), memory_lock, exit: None })
     }
 
-    /// The same, to a process whose exit is known of.
+    /// The same link, to a peer in another process; `exit` tells whether that process has exited, if the system can tell.
     pub(crate) fn between_processes(self, exit: Option<Exit>) -> LocalTx {
         LocalTx { exit, ..self }
     }
@@ -238,8 +238,8 @@ impl LinkTx for LocalTx {
 
     fn revoke(&mut self) -> bool {
         self.ring.memory().revoked().store(1, Ordering::SeqCst);
-        // Another process reads only our region, which it keeps mapped itself. One of ours may be reading our
-        // caller's buffer right now: it does so only under its memory lock, and looks at the flag after taking it.
+        // A peer in another process reads only our region, which it keeps mapped itself. A peer in this process may be reading our
+        // caller's buffer right now: it does so only under its memory lock, and looks at the flag after taking that lock.
         !kept(Wait::MemoryLock)
             || self.memory_lock.as_ref().is_none_or(|memory_lock| memory_lock.try_lock().is_some())
     }
@@ -276,7 +276,7 @@ impl LinkRx for LocalRx {
         }
         // Also for a frame that was seen before: it may have been taken back since.
         if self.ring.memory().revoked().load(Ordering::SeqCst) != 0 {
-            return Ok(None); // the sender took its memory back: its abort explains
+            return Ok(None); // the sender took its memory back: its abort tells why
         }
         if let Some(frame) = self.head {
             return Ok(Some(frame));
@@ -285,7 +285,7 @@ impl LinkRx for LocalRx {
         let ring = self.ring.memory();
         let len = d.len as usize;
         let data: *const u8 = match d.location {
-            // In the cell, which nobody writes until it is released.
+            // In the descriptor: nobody writes the cell until its frame is released.
             _ if len <= TINY => inline.wrapping_sub(LINE - std::mem::offset_of!(Descriptor, location)),
             NOWHERE if len <= INLINE => inline,
             at if self.same_process => at as *const u8,
@@ -313,8 +313,8 @@ impl LinkRx for LocalRx {
         let Some(frame) = self.head.filter(|frame| frame.ready == Loan::FRAME) else {
             return Err(wrong("a loan that names no memory".into()));
         };
-        // SAFETY: so many bytes can be read (`peek`). Read once, as a descriptor is: the peer may write there meanwhile, and
-        // what is checked below is what is used.
+        // SAFETY: `Loan::FRAME` bytes can be read (`peek`). Each is read once, as a descriptor is: the peer may write there meanwhile, so
+        // what is checked below must be what is used.
         let bytes_of = |at: usize| unsafe { frame.data.add(at).cast::<[u8; 8]>().read_volatile() };
         let [input, output, bytes] = [0, 8, 16].map(|at| u64::from_ne_bytes(bytes_of(at)));
         let bytes = bytes as usize;
@@ -380,13 +380,13 @@ mod tests {
     #[test]
     fn frames_arrive_in_order_and_credit_is_bounded() {
         let (mut tx, mut rx, _) = pair(false);
-        // In the descriptor, and beside it.
+        // Payloads that lie in the descriptor, and payloads beside it.
         let length = |i: u64| [0, 1, 7, 8, 9, 64, INLINE - 1, INLINE][i as usize % 8];
         for round in 0..5u64 {
             for i in 0..CELLS {
                 assert!(tx.room().unwrap());
                 let payload = [(round * 16 + i) as u8; INLINE];
-                // SAFETY: copied: no more bytes than are inline.
+                // SAFETY: `payload` has `INLINE` bytes, at least the frame's length, and so few are copied at once.
                 let posted = unsafe { tx.post(header(i, length(i)), payload.as_ptr()).unwrap() };
                 assert_eq!(posted, Posted::Copied);
             }
@@ -394,7 +394,7 @@ mod tests {
             for i in 0..CELLS {
                 let frame = rx.peek(0).unwrap().unwrap();
                 assert_eq!((frame.header, frame.ready), (header(i, length(i)), length(i)));
-                // SAFETY: so many bytes are ready.
+                // SAFETY: `ready` bytes can be read.
                 let bytes = unsafe { std::slice::from_raw_parts(frame.data, frame.ready) };
                 assert!(bytes.iter().all(|byte| *byte == (round * 16 + i) as u8), "{bytes:?}");
                 if length(i) > 1 {
@@ -413,7 +413,7 @@ mod tests {
         let (mut tx, mut rx, region) = pair(false);
         let sleeps = || region.doorbell_flag().store(1, Ordering::SeqCst);
         let is_woken = || region.doorbell_flag().load(Ordering::SeqCst) == 0;
-        // SAFETY: no bytes.
+        // SAFETY: a frame of no bytes: the payload is not read.
         let post = |tx: &mut LocalTx| unsafe { tx.post(header(0, 0), std::ptr::null()).unwrap() };
         sleeps();
         tx.hold_bell();
@@ -504,8 +504,8 @@ mod tests {
         let frame = rx.peek(0).unwrap().unwrap();
         assert_eq!(rx.borrow().unwrap().output, slot);
         rx.release(frame.ready);
-        // What a peer that lies may name: the doorbell, a ring, what begins in the last slot, the end, what goes beyond it, what
-        // wraps round.
+        // What a peer that lies may name: the doorbell, a ring, what begins in the last slot and ends behind it, the region's end, what goes
+        // beyond that end, an offset whose end wraps round.
         let end = crate::link::region::REGION_BYTES as u64;
         let last = Region::slot_offset(SLOTS as u16) as u64;
         for place in [0, last, last - 8191, end, end - 8191, u64::MAX - 100] {
@@ -516,7 +516,7 @@ mod tests {
             assert!(matches!(error, Error::Protocol { .. }), "{place}: {error}");
             rx.release(frame.ready);
         }
-        // A loan that is none.
+        // A frame too short to name a loan.
         // SAFETY: copied: 8 bytes are inline.
         unsafe { tx.post(header(3, 8), 1u64.to_ne_bytes().as_ptr()).unwrap() };
         rx.peek(0).unwrap().unwrap();
@@ -531,7 +531,7 @@ mod tests {
         assert!(unsafe { tx.post(header(1, 4096), outside.as_ptr()) }.is_err());
         // SAFETY: inside the region.
         unsafe { tx.post(header(1, 4096), region.at(Region::slot_offset(0))).unwrap() };
-        // A peer that lies about its length.
+        // A peer that lies about the payload's length.
         // SAFETY: our own cell, one thread.
         unsafe { (*tx.ring.memory().cell(0)).len = u32::MAX };
         assert!(matches!(rx.peek(0), Err(Error::Protocol { .. })));

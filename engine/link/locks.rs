@@ -1,7 +1,7 @@
-//! The engine's locks under which nobody may call a driver: that of a pass (`run`), the memory lock, and the table's.
+//! The engine's locks under which nobody may call a device's driver: the lock of a pass (`run`), the memory lock, and the table's lock.
 //!
-//! In builds for tests each thread knows how many of these it holds, and a driver for tests can ask; in all others they are
-//! parking_lot's mutexes and nothing else.
+//! In builds for tests each thread counts how many of these locks it holds, and the driver for tests can ask whether it holds any. In all
+//! other builds they are parking_lot's mutexes and nothing else.
 
 #[cfg(not(any(test, feature = "testing")))]
 pub(crate) use parking_lot::{Mutex as EngineLock, MutexGuard as EngineGuard};
@@ -50,7 +50,7 @@ mod counted {
         }
     }
 
-    /// Counts as held until it is dropped. It stays on its thread, as parking_lot's guards do.
+    /// The lock counts as held until this guard is dropped. The guard stays on its thread, as parking_lot's guards do.
     pub(crate) struct EngineGuard<'a, T>(MutexGuard<'a, T>);
 
     impl<'a, T> EngineGuard<'a, T> {

@@ -6,8 +6,7 @@
 //! where it lies, and *releases* it, in parts if it likes. On one host a frame may also *lend* the receiver memory to read
 //! and to write, until it is released ([`LinkTx::lend`]). Nothing here blocks.
 //!
-//! [`kinds`] lists the kinds of links that ranks' memory on the host goes over; a new one is a file of this folder, and a
-//! line there.
+//! [`kinds`] lists the kinds of links that carry memory of the host. A new kind is a new file of this folder, and a line in that list.
 //!
 //! | link | payload lies in | credit |
 //! |---|---|---|
@@ -47,10 +46,10 @@ use crate::error::Error;
 use crate::types::{LinkClass, Rank, Signature};
 pub(crate) use wire::{HEADER_BYTES, Header};
 
-/// Payloads up to this travel inside the ring cell, beside the header.
+/// Payloads of at most this many bytes travel inside the ring's cell, beside the header.
 pub(crate) const INLINE: usize = 192;
-/// Size of a shared staging slot, and the largest frame in shared memory. 128 KB: two fit the L2 of current cores with room
-/// for the operands (peers.md's arena prototype used the same).
+/// Bytes of a shared staging slot, and of the largest frame in shared memory. Two slots of 128 KB fit the L2 cache of current cores, with
+/// room for the operands.
 pub(crate) const SLOT: usize = 128 << 10;
 
 /// How near two ranks are.
@@ -64,39 +63,39 @@ pub(crate) enum Locality {
     Remote,
 }
 
-/// Which memory the two ends of a link can lend each other where it lies.
+/// Which memory a rank can lend the peer at the other end of a link, which then uses it in place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Lends {
-    /// All that the process has.
+    /// Any memory of the process.
     Anything,
-    /// What is in their regions.
+    /// What is in the ranks' regions.
     Regions,
-    /// None: payloads are moved.
+    /// No memory: payloads are copied to the peer.
     Nothing,
 }
 
 /// Opens one end of a link.
 pub(crate) type Open<L> = fn(&dyn Site) -> Result<Box<L>, Error>;
 
-/// A kind of links: what holds for all of them, and how one is opened.
+/// A kind of links: what holds for all links of the kind, and how one is opened.
 #[derive(Debug)]
 pub(crate) struct LinkKind {
-    /// By what name they are chosen, measured and reported.
+    /// The name by which links of this kind are chosen, measured and reported.
     pub(crate) class: LinkClass,
-    /// The farthest ranks that they join.
+    /// How far apart the ranks may be that these links join.
     pub(crate) joins: Locality,
     pub(crate) lends: Lends,
     /// Bytes of the largest frame: [`SLOT`] at least.
     pub(crate) max_frame_len: usize,
-    /// Whether this machine has what they need. Tried, without a peer.
+    /// Tries, without a peer, whether this machine has what these links need.
     pub(crate) probe: fn() -> Result<(), Error>,
-    /// The sending end to the peer of a site...
+    /// Opens the sending end of a link to a site's peer.
     pub(crate) open_tx: Open<dyn LinkTx>,
-    /// ...and the receiving end from it.
+    /// Opens the receiving end of a link from a site's peer.
     pub(crate) open_rx: Open<dyn LinkRx>,
 }
 
-/// Names one link of a process's worlds: both its ends know it, and no other link has it.
+/// The name of one link of a process's worlds: both ends of the link know the name, and no other link has it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct LinkName {
     pub(crate) world: [u8; 16],
@@ -106,21 +105,21 @@ pub(crate) struct LinkName {
     pub(crate) channel: u8,
 }
 
-/// Where a link is opened: who is at its other end, and by what the two can meet. A kind takes what it needs.
+/// What a link is opened with: who is at its other end, and the ways to reach that rank. Each kind of links uses the ways that it needs.
 pub(crate) trait Site {
-    /// The rank at the other end, in the communicator.
+    /// The rank, in the communicator, of the link's other end.
     fn peer(&self) -> Rank;
     /// The link's name.
     fn name(&self) -> LinkName;
-    /// Its ring in the sender's region, where the two share memory.
+    /// The link's ring in the sender's region; an error if the two ranks share no memory.
     fn place(&self) -> Result<Place, Error>;
-    /// Whether the peer's process has exited, where it is another one of this host.
+    /// What tells whether the peer's process has exited, if that is another process of this host and the system can tell.
     fn exit(&self) -> Option<Exit>;
-    /// Dials the peer for this link: the sender does.
+    /// What dials the peer for this link; for the sender.
     fn dial(&self) -> Dial;
-    /// Asks whether the peer has: the receiver does.
+    /// What takes the connection that the peer has dialled, once it has come; for the receiver.
     fn accept(&self) -> Accept;
-    /// What watches descriptors, and is told that something may go on.
+    /// What watches the link's descriptors, and what the link tells that it may go on.
     fn reactor(&self) -> Arc<dyn Reactor>;
     /// The port of a network card that this rank's links over RDMA go through.
     fn card(&self) -> Result<Arc<Card>, Error>;
@@ -132,17 +131,17 @@ pub(crate) trait Opener: Send + Sync {
     fn open_tx(&self, peer: Rank, channel: u8) -> Result<Box<dyn LinkTx>, Error>;
     /// The receiving end from a peer on a channel.
     fn open_rx(&self, peer: Rank, channel: u8) -> Result<Box<dyn LinkRx>, Error>;
-    /// Where the link for devices is, to a peer or (`receiving`) from it; none where they are not on one host.
+    /// Where the link for devices is, to a peer or (`receiving`) from it; `None` if the two ranks share no memory.
     fn device_place(&self, _peer: Rank, _receiving: bool) -> Result<Option<Place>, Error> {
         Ok(None)
     }
-    /// Whether a peer's process has exited, where it is another one of this host and the system can tell.
+    /// What tells whether a peer's process has exited, if that is another process of this host and the system can tell.
     fn exit(&self, _peer: Rank) -> Option<Exit> {
         None
     }
 }
 
-/// Where a link through memory is: its ring, who is to be woken, and the peer's memory lock if it is in this process.
+/// Where a link through memory is: its ring, the doorbell that wakes the peer, and the peer's memory lock if the peer is in this process.
 pub(crate) struct Place {
     pub(crate) region: Arc<Region>,
     pub(crate) ring: u64,
@@ -159,21 +158,23 @@ pub(crate) enum Posted {
     Held,
 }
 
-/// Memory that a rank lends a peer, to read the one and to write the other. Where an operation is in place they are one.
+/// Memory that a rank lends a peer: the peer reads `input` and writes `output`. For an operation in place, the two are the same memory.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Loan {
     pub(crate) input: *const u8,
     pub(crate) output: *mut u8,
-    /// At each end.
+    /// Bytes of `input`, and of `output`.
     pub(crate) bytes: usize,
 }
 
 impl Loan {
-    /// What names one in a frame: two places and a length.
+    /// Bytes of payload of the frame that names a loan: two places and a length.
     pub(crate) const FRAME: usize = size_of::<[u64; 3]>();
+    /// The number of a loan among the messages of its part (the low 16 bits of a header's `message`): no plan sends so many messages.
+    pub(crate) const MESSAGE: u32 = 0xffff;
 }
 
-// SAFETY: two addresses; whoever uses them states why it may.
+// SAFETY: two addresses and a length, not tied to a thread; whoever dereferences them states why that is sound.
 unsafe impl Send for Loan {}
 
 /// What is known, at one end, of a connection that broke.
@@ -199,80 +200,80 @@ pub(crate) trait LinkTx: Send {
         SLOT
     }
 
-    /// Whether a payload there, beyond [`INLINE`], must be copied to a staging slot: the peer cannot read it.
+    /// Whether a payload of more than [`INLINE`] bytes must be copied to a staging slot first, because the peer cannot read it where it lies.
     fn needs_slot(&self, payload: *const u8, len: usize) -> bool;
 
-    /// Posts a frame of `header.len` bytes at `payload`. Only when `room` just said so.
+    /// Posts a frame with the `header.len` bytes at `payload`. To be called only after `room` has returned `true`.
     ///
     /// # Safety
     /// `payload` is valid for reads of `header.len` bytes, and stays valid and unchanged until the frame is
     /// released or [`LinkTx::revoke`] has returned `true`, unless this returns [`Posted::Copied`].
     unsafe fn post(&mut self, header: Header, payload: *const u8) -> Result<Posted, Error>;
 
-    /// From here on a peer that sleeps is not woken for each frame that is posted, but by [`LinkTx::ring_bell`].
+    /// From here on, posting a frame does not wake a peer that sleeps; [`LinkTx::ring_bell`] does, once for all frames.
     fn hold_bell(&mut self) {}
 
     /// Wakes the peer for what was posted since [`LinkTx::hold_bell`], if it sleeps.
     fn ring_bell(&mut self) {}
 
-    /// Whether what was posted and copied reaches the peer without [`LinkTx::released`] being asked. A link that queues
-    /// such frames must say no while it has any: nothing else may be outstanding, and then nobody asks.
+    /// Whether frames whose payload was copied reach the peer even if nobody calls [`LinkTx::released`]. A link that queues such frames must
+    /// return `false` while it has any: the caller then goes on calling `released`, which sends them.
     fn leaves(&self) -> bool {
         true
     }
 
-    /// Whether the frame that was posted last, from a staging slot, reaches the peer although nobody there reads what came before. If not, the operation
-    /// is over only when the frame is released: the peer may never read it.
+    /// Whether the frame that was posted last, from a staging slot, reaches the peer's memory even if the peer reads nothing meanwhile. If not,
+    /// the sender's operation ends only when the frame is released: the frame moves only as the peer reads, and the peer may never read.
     fn arrives_unread(&self) -> bool {
         true
     }
 
-    /// Whether the peer can read and write memory there, where it lies.
+    /// Whether the peer can read and write this memory in place.
     fn can_lend(&self, _at: *const u8, _len: usize) -> bool {
         false
     }
 
-    /// Whether the peer can read and write staging slots where they lie.
+    /// Whether the peer can read and write staging slots in place.
     fn can_lend_slots(&self) -> bool {
         false
     }
 
-    /// Posts a frame that lends both ends of a loan. Only when `room` just said so, and [`LinkTx::can_lend`] of both, or
-    /// they are in a staging slot and [`LinkTx::can_lend_slots`].
+    /// Posts a frame that lends a loan's input and output. To be called only after `room` has returned `true`, and only if
+    /// [`LinkTx::can_lend`] holds for both, or both are in a staging slot and [`LinkTx::can_lend_slots`] holds.
     ///
     /// # Safety
-    /// Both ends are valid for `loan.bytes`, the output for writes. They stay valid, the input is not written and the
-    /// output not touched until the frame is released or [`LinkTx::revoke`] has returned `true`; what the peer
-    /// [touches](LinkTx::touches) in another process, until the frame is released or that process has exited.
+    /// `loan.input` and `loan.output` are valid for `loan.bytes`, the output for writes. Both stay valid, the input is not written and the
+    /// output not touched at this end, until the frame is released or [`LinkTx::revoke`] has returned `true`. For memory that a peer
+    /// [touches](LinkTx::touches) in another process, that holds until the frame is released or that process has exited.
     unsafe fn lend(&mut self, _header: Header, _loan: Loan) -> Result<(), Error> {
         Err(Error::system("lend memory to a peer", "this link cannot (a bug)"))
     }
 
-    /// Whether the peer has hung up. All it held then counts as released, whatever it has done with it.
+    /// Whether the peer has hung up. All frames that it held then count as released, whether or not it has used them.
     fn has_hung_up(&self) -> bool {
         false
     }
 
-    /// How many frames, since the link was made, have a source that is free again. In order.
+    /// How many frames, of those posted since the link was made, have a source that is free again. Sources become free in order.
     fn released(&mut self) -> Result<u64, Error>;
 
     /// Takes lent memory back for good; the link is dead afterwards. `true` once the peer cannot be reading
     /// any more; `false`: ask again.
     fn revoke(&mut self) -> bool;
 
-    /// Whether memory there, if it is lent, is a user's that the peer touches where it lies, in another process: there is
-    /// no way to stop it, but it says when it has hung up.
+    /// Whether this memory, if it is lent, is a user's that a peer in another process touches in place. Nothing can stop such a peer, but
+    /// it says when it has hung up.
     fn touches(&self, _at: *const u8, _len: usize) -> bool {
         false
     }
 
-    /// Of a link between devices: whether the peer's may still be touching what was lent to it.
+    /// For a link between devices: whether the peer's device may still be touching what was lent to it.
     fn is_read_elsewhere(&mut self) -> bool {
         false
     }
 
-    /// How the connection beneath broke, if it did and nobody asked since. Whether the peer has died, or closed it in peace,
-    /// or lives and knows nothing of it, a link cannot know.
+    /// How the connection under the link broke, if it did; each break is returned once. A link cannot know whether the peer has died, has
+    /// closed the connection in peace, or lives and knows nothing of the break.
     fn take_break(&mut self) -> Option<Break> {
         None
     }
@@ -282,13 +283,13 @@ pub(crate) trait LinkTx: Send {
         false
     }
 
-    /// What tells, when this end is not used any more, whether the peer may still touch what was lent to it. None of links
-    /// that lend no memory which outlives them.
+    /// What tells, when this end is not used any more, whether the peer (or a network card) may still touch what was lent over it. `None`
+    /// for links that lend nothing for longer than they live.
     fn lease(&self) -> Option<exit::Lease> {
         None
     }
 
-    /// Whether everything posted has left this process's own memory, and no break is left to be told.
+    /// Whether this end has nothing posted that it must still send by itself, and no break that [`LinkTx::take_break`] has not returned yet.
     fn is_flushed(&mut self) -> bool {
         true
     }
@@ -296,22 +297,22 @@ pub(crate) trait LinkTx: Send {
 
 /// The receiving end.
 pub(crate) trait LinkRx: Send {
-    /// The oldest frame, if its header is here and `useful` bytes of what is left of it (or all, if less).
+    /// The oldest frame, if its header has come, and `useful` bytes of its part that is not released (or all of that part, if it is shorter).
     fn peek(&mut self, useful: usize) -> Result<Option<Frame>, Error>;
 
-    /// Releases `bytes` more of the oldest frame; the frame itself once all of it is released (at once, for an
-    /// empty one).
+    /// Releases `bytes` more of the oldest frame. The frame itself is released with its last byte; an empty frame, by the first
+    /// call.
     fn release(&mut self, bytes: usize);
 
-    /// As [`LinkTx::hold_bell`], of frames that are released.
+    /// As [`LinkTx::hold_bell`], for releasing frames.
     fn hold_bell(&mut self) {}
 
     /// As [`LinkTx::ring_bell`].
     fn ring_bell(&mut self) {}
 
-    /// What the frame that `peek` has just shown lends. It may be used until it is released,
-    /// as long as `peek` goes on to show it: in one process under this rank's memory lock, which the sender tries before it has
-    /// its memory back.
+    /// The memory that the frame lends which `peek` has just shown. It may be used until the frame is released, as long as `peek` goes
+    /// on to show the frame; if the sender is in this process, only under this rank's memory lock, which the sender tries to take before
+    /// it uses its memory again.
     fn borrow(&self) -> Result<Loan, Error> {
         Err(Error::system("use memory that a peer lends", "this link cannot (a bug)"))
     }
@@ -321,37 +322,38 @@ pub(crate) trait LinkRx: Send {
         None
     }
 
-    /// Nothing of this link is read any more, now or ever: the sender has all its memory back.
+    /// Ends reading for good: this end uses nothing of the link any more, and the sender has all its memory back.
     fn hang_up(&mut self) {}
 
-    /// Stops what the link writes by itself, for good; the link is dead afterwards. `true` once nothing is written any more
-    /// to what [`LinkRx::receive_into`] was given; `false`: ask again. As [`LinkTx::revoke`] of what is read.
+    /// Stops for good what the link writes by itself; the link is dead afterwards. `true` once nothing is written any more to the memory
+    /// that [`LinkRx::receive_into`] was given; `false`: ask again. ([`LinkTx::revoke`] does the same for memory that a peer reads.)
     fn revoke(&mut self) -> bool {
         true
     }
 
-    /// Of a link that was revoked and may still write: what tells when it does not any more, also when this end is gone. `None`:
-    /// nothing can tell.
+    /// For a revoked link that may still write: what tells when it writes no more, even after this end was dropped. `None`: nothing can
+    /// tell.
     fn writes_until(&self) -> Option<exit::IsOver> {
         None
     }
 
-    /// Whether the payload is better received with [`LinkRx::receive_into`] than read where it lies: it is not in
+    /// Whether the payload is better received with [`LinkRx::receive_into`] than read where it lies, because it is not in
     /// memory yet.
     fn is_byte_stream(&self) -> bool {
         false
     }
 
-    /// Receives up to `max` bytes of the oldest frame's rest straight into `dst`, and releases them. Returns how
-    /// many, a multiple of `unit`. Only where [`LinkRx::is_byte_stream`].
+    /// Receives up to `max` of the oldest frame's bytes that are not released straight into `dst`, and releases them. Returns how many: a
+    /// multiple of `unit`. To be called only if [`LinkRx::is_byte_stream`].
     ///
-    /// Until all `max` bytes were returned, what is behind those that were is the link's: a part of a unit may lie there
-    /// already, and a device may go on writing there when this has returned. The next use of the frame is a call that goes on
-    /// where this one has ended, with as much room at least; or the link is [revoked](LinkRx::revoke).
+    /// Until calls have returned all `max` bytes, the room after the returned ones is the link's: a part of a unit may lie there already, and
+    /// a device may go on writing there after this call. The next use of the frame must be a call that goes on where this one has ended,
+    /// with at least the room that was left; otherwise the link must be [revoked](LinkRx::revoke).
     ///
     /// # Safety
-    /// `dst` is valid for writes of `max` bytes, a multiple of `unit`. It stays so, and nobody else touches it, until so many
-    /// bytes were returned, or `revoke` has returned `true`, or what [`LinkRx::writes_until`] gave says that it is over.
+    /// `dst` has `max` bytes, a multiple of `unit`, that are initialised and valid for reads and writes. They stay so, and nobody else
+    /// touches them, until calls have returned `max` bytes, or `revoke` has returned `true`, or what [`LinkRx::writes_until`] gave says that
+    /// writing is over.
     unsafe fn receive_into(&mut self, _dst: *mut u8, _max: usize, _unit: usize) -> Result<usize, Error> {
         Ok(0)
     }
@@ -361,16 +363,16 @@ pub(crate) trait LinkRx: Send {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Frame {
     pub(crate) header: Header,
-    /// The part not yet released.
+    /// The first byte that is not released yet.
     pub(crate) data: *const u8,
-    /// How many bytes of it can be read now.
+    /// How many bytes can be read from there now.
     pub(crate) ready: usize,
     /// Bytes already released.
     pub(crate) done: usize,
 }
 
 impl Frame {
-    /// So many bytes are released. Whether that was all of it.
+    /// Counts `bytes` as released, in a frame all of whose bytes can be read. Returns whether the whole frame is released.
     pub(crate) fn advance(&mut self, bytes: usize) -> bool {
         self.done += bytes;
         self.data = self.data.wrapping_add(bytes);
@@ -379,42 +381,42 @@ impl Frame {
     }
 }
 
-/// What of a descriptor wakes the progress thread.
+/// Which change of a descriptor wakes the progress thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Interest {
     Readable,
     Writable,
 }
 
-/// What has news that no descriptor tells of: a device whose completions must be looked at.
+/// A source of news that no descriptor announces, such as a device whose completions must be polled.
 pub(crate) trait Poller: Send + Sync {
-    /// Looks for news; whether there is any. Neither blocks nor registers another one.
+    /// Looks for news, and returns whether there is any. It must neither block nor register another poller.
     fn poll(&self) -> bool;
 }
 
-/// What the progress thread reads itself when a descriptor has become readable.
+/// What reads a descriptor: the progress thread calls it when the descriptor has become readable.
 pub(crate) trait Source: Send + Sync {
-    /// Takes all that the descriptor has to tell, which may be nothing. Does not block.
+    /// Takes all that the descriptor has to tell, which may be nothing. Must not block.
     fn read(&self);
 }
 
-/// Where links say what the progress thread, while it sleeps, is to be woken by.
+/// Where links register what is to wake the progress thread while it sleeps.
 pub(crate) trait Reactor: Send + Sync {
-    /// Wakes the progress thread whenever this descriptor becomes readable or writable: each time that it changes, not for as long as it
-    /// is. It is watched until all descriptors of what it stands for are closed, also those of other processes.
+    /// Wakes the progress thread each time that this descriptor becomes readable or writable (edge-triggered). It is watched until all
+    /// descriptors of the same open file are closed, also those of other processes.
     fn watch(&self, fd: BorrowedFd<'_>, interest: Interest) -> Result<(), Error>;
-    /// Has the progress thread call [`Source::read`] when this descriptor has become readable, as soon as it sleeps or was about to. `source` is kept by its
-    /// owner: once that has dropped it, nothing is called any more.
+    /// Has the progress thread call [`Source::read`] when this descriptor has become readable: at once if the thread sleeps on its descriptors,
+    /// otherwise when it next does. The owner keeps `source` alive; once the owner has dropped it, nothing is called any more.
     fn listen(&self, fd: BorrowedFd<'_>, source: Weak<dyn Source>) -> Result<(), Error>;
-    /// From now on this is asked in each pass of the progress thread over work that only the progress thread looks after, and then the progress thread sleeps for
-    /// microseconds only. It ends when nobody else has the poller any more.
-    #[cfg_attr(not(any(test, feature = "testing")), allow(dead_code))] // So far by a link for tests alone: `testing/late.rs`.
+    /// From now on the progress thread polls this in each pass that has work which only this thread drives, and sleeps for microseconds only
+    /// between such passes. That ends when nobody else has the poller any more.
+    #[cfg_attr(not(any(test, feature = "testing")), allow(dead_code))] // So far only a link for tests calls it: `testing/late.rs`.
     fn ask(&self, poller: Weak<dyn Poller>);
     /// Wakes the progress thread now.
     fn kick(&self);
 }
 
-/// Where nobody sleeps: in tests that drive a link themselves.
+/// A reactor that does nothing, for tests that drive a link themselves: no thread sleeps there.
 #[cfg(any(test, feature = "fuzzing"))]
 pub(crate) struct NoReactor;
 

@@ -1,12 +1,12 @@
 //! A rank's region: the memory that its peers on this host see.
 //!
-//! Layout: a page with the doorbell's flag, the shared staging slots, and a heap for rings and own slots. For peers
+//! Layout: a page with the doorbell's flag, the shared staging slots, a heap for rings, and the arena for users' buffers. For peers
 //! in other processes the region is a sealed memfd, handed over a unix socket: it has no name, vanishes with
 //! the last process, and cannot be truncated under a reader. Pages cost nothing until they are touched.
 //!
-//! It is mapped in one piece. An arena in a mapping of its own, made when it is first used, took less address space, but then two
-//! ranks' arenas lay at other distances, and all_reduces of 64 KB to 4 MB in place took four to eight times as long (2 ranks, AMD
-//! EPYC, whose caches guess where a line is by a hash of its address: that is likely why).
+//! The region is mapped in one piece. With the arena in a mapping of its own, made at its first use, a rank took less address space. But
+//! the arenas of two ranks then lay at other distances, and all_reduces in place of 64 KB to 4 MB took four to eight times as long (2 ranks,
+//! AMD EPYC). The likely reason is that this CPU's caches predict where a line is from a hash of its address.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::os::fd::{AsFd, OwnedFd};
@@ -19,26 +19,26 @@ use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, fcntl_get_seals, fstat,
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
 
 use super::SLOT;
-use super::layout::RING_BYTES;
 use crate::error::{Error, limits};
 use crate::forked;
 
 const HEADER: usize = 4096;
 /// Shared staging slots: 32 x 128 KB = 4 MB per rank, whatever the number of communicators.
 pub(crate) const SLOTS: usize = 32;
-/// Slots are filled in turn, so many bytes of them. What a peer has just read is in its nearest cache, from where each store
-/// would have to take it; what it read a megabyte ago is not (its second level has 1 MB on the machine this was measured on):
-/// two slots of 128 KB in turn took 15.8 us each to fill, 32 of them 6.0 (`cargo bench --bench limits -- slots 2 131072`). But
-/// the last cache is shared with the users' buffers: all_to_all of 256 KB, 1 MB out of place at 2 ranks, in us, by slots in turn: 1
-/// 34, 63; 6 18, 58; 10 15, 58; 20 20, 60; 32 24, 72; of 64 KB, in slots of 32 KB: 1 8.0, 10 8.1, 20 5.6, 32 5.6. Ranks that share
-/// cores share this too: at 4 ranks, by slots of each in turn, 1 150, 2 176, 4 152, 10 278 (all_to_all of 1 MB), 54, 49, 40, 53
-/// (256 KB), 126, 135, 128, 182 (reduce of 1 MB), 16.8, 10.3, 8.6, 7.8 (64 KB).
+/// Slots are filled in turn: this many bytes of slots are filled before the first of them is filled again. A slot that a peer has just read
+/// is in the peer's nearest caches, from where each store to the slot must take the line; a slot that the peer read a megabyte of data ago is
+/// not (the L2 of the measured machine has 1 MB). With two slots of 128 KB in turn, filling one took 15.8 us; with 32 slots, 6.0 us
+/// (`cargo bench --bench limits -- slots 2 131072`). But slots and users' buffers share the last-level cache. Times in us:
+/// - 2 ranks, all_to_all out of place, with 1, 6, 10, 20 or 32 slots in turn: 256 KB 34, 18, 15, 20, 24; 1 MB 63, 58, 58, 60, 72. 64 KB in
+///   slots of 32 KB, with 1, 10, 20 or 32 slots in turn: 8.0, 8.1, 5.6, 5.6.
+/// - 4 ranks, which share cores and so caches, with 1, 2, 4 or 10 slots of each rank in turn: all_to_all of 1 MB 150, 176, 152, 278, of 256 KB
+///   54, 49, 40, 53; reduce of 1 MB 126, 135, 128, 182, of 64 KB 16.8, 10.3, 8.6, 7.8.
 pub(crate) const TURNED: usize = 10 * SLOT;
 const HEAP_START: usize = HEADER + SLOTS * SLOT;
-/// Room for rings and own slots: address space, not memory.
+/// Room for rings: address space, of which memory is taken where it is touched.
 const HEAP: usize = 60 << 20;
 const ARENA_START: usize = (HEAP_START + HEAP).next_multiple_of(PAGE);
-/// Room for buffers that users ask for: address space, of which memory is taken where it is touched.
+/// Room for buffers that users ask for; address space as well.
 const ARENA: usize = 4 << 30;
 pub(crate) const PAGE: usize = 4096;
 pub(crate) const REGION_BYTES: usize = ARENA_START + ARENA;
@@ -49,46 +49,46 @@ pub(crate) struct Region {
     fd: Option<OwnedFd>,
     heap: Mutex<Heap>,
     arena: Mutex<Heap>,
-    /// The one given back last is at the end.
+    /// The free slots. The slot that was given back last is at the end.
     slots: Mutex<VecDeque<u16>>,
-    /// Owners of each slot that is taken.
+    /// How many owners each taken slot has.
     owners: [AtomicU32; SLOTS],
-    /// A thread found the rank's memory lock held by another communicator's pass.
+    /// Set when a thread has found the rank's memory lock held by another communicator's pass.
     memory_lock_wanted: AtomicBool,
-    /// Bytes that the machines of the rank's communicators keep for themselves. They are not in the region; they are counted
-    /// with it, as the rank has one.
+    /// Bytes of scratch memory that the rank's communicators keep for their collectives. They do not lie in the region, but are counted
+    /// here, as a rank has one region.
     scratch: AtomicUsize,
 }
 
-/// A staging slot with one owner or several: each has one of these. It is free again when the last one goes, whatever ends
-/// it: a frame that comes back, an error, a panic.
+/// One owner's share of a staging slot, which may have several owners. The slot is free again when the last share is dropped, whatever
+/// the reason: a frame that comes back, an error, a panic.
 pub(crate) struct Slot {
     region: Arc<Region>,
     number: u16,
 }
 
 impl Slot {
-    /// Where it is.
+    /// The slot's address.
     pub(crate) fn at(&self) -> *mut u8 {
         self.region.at(Region::slot_offset(self.number))
     }
 }
 
 impl Slot {
-    /// The same, of a region that is not kept for it.
+    /// The same share, which does not keep the region alive any more.
     pub(crate) fn downgrade(self) -> WeakSlot {
-        // Its count of owners stands for the new value.
+        // Counts the new share as an owner; the old one is dropped here.
         self.region.owners[usize::from(self.number)].fetch_add(1, Ordering::Relaxed);
         WeakSlot { region: Arc::downgrade(&self.region), number: self.number }
     }
 
-    /// It stays taken for as long as the region is there.
+    /// Leaves the slot taken for as long as the region exists: the count keeps an owner that is never dropped.
     pub(crate) fn leave(self) {
         self.region.owners[usize::from(self.number)].fetch_add(1, Ordering::Relaxed);
     }
 }
 
-/// An owner of a slot for as long as the region is there.
+/// A share of a slot that does not keep the region alive.
 pub(crate) struct WeakSlot {
     region: Weak<Region>,
     number: u16,
@@ -96,14 +96,14 @@ pub(crate) struct WeakSlot {
 
 impl Drop for WeakSlot {
     fn drop(&mut self) {
-        // An owner as any other, which goes at once.
+        // Becomes an ordinary share, which is dropped at once.
         drop(self.region.upgrade().map(|region| Slot { region, number: self.number }));
     }
 }
 
 impl Clone for Slot {
     fn clone(&self) -> Slot {
-        // Who holds one keeps it taken: the count cannot come to nothing meanwhile.
+        // `self` keeps the slot taken: the count of owners cannot become zero meanwhile.
         self.region.owners[usize::from(self.number)].fetch_add(1, Ordering::Relaxed);
         Slot { region: self.region.clone(), number: self.number }
     }
@@ -115,7 +115,7 @@ impl Drop for Slot {
         if forked::is_forked() {
             return;
         }
-        // What all owners did to the slot is before what its next one does: the list of free slots has a lock.
+        // `AcqRel`, and the lock of the list of free slots: what all owners did to the slot happens before what its next owner does.
         if self.region.owners[usize::from(self.number)].fetch_sub(1, Ordering::AcqRel) == 1 {
             self.region.give_slot(self.number);
         }
@@ -128,12 +128,12 @@ unsafe impl Send for Region {}
 // SAFETY: as above.
 unsafe impl Sync for Region {}
 
-/// All memory behind `end`, and all in `free`, is zero.
+/// Hands out ranges of a part of the region. All its memory from `end` on, and all in `free`, is zero.
 struct Heap {
     start: usize,
     limit: usize,
     end: usize,
-    /// Given back: length by offset, never two side by side, none before `end`.
+    /// Ranges that were given back: length by offset. No two of them adjoin, and none ends at `end`.
     free: BTreeMap<usize, usize>,
     used: usize,
     peak: usize,
@@ -145,7 +145,7 @@ impl Heap {
     }
 
     fn take(&mut self, bytes: usize) -> Option<usize> {
-        // The smallest gap that has room: groups of one size use each other's places.
+        // The smallest gap with enough room, so that a group takes the place of an earlier group of its size.
         let gap = self.free.iter().filter(|(_, len)| **len >= bytes).min_by_key(|(_, len)| **len);
         let offset = match gap.map(|(at, len)| (*at, *len)) {
             Some((at, len)) => {
@@ -184,7 +184,7 @@ impl Heap {
     }
 }
 
-/// Blocks are whole lines, two at a time: what neighbours write does not slow the other down.
+/// Rounds up to pairs of cache lines, so that writes to one block do not slow down who uses the next block.
 fn whole(bytes: usize) -> usize {
     bytes.next_multiple_of(128)
 }
@@ -253,8 +253,8 @@ impl Region {
         self.fd.as_ref()
     }
 
-    /// Address of an offset. The caller keeps the offset (and what it accesses there) inside the region; its end is
-    /// the address of nothing, which a frame of no bytes may have.
+    /// Address of an offset. The caller keeps the offset (and what it accesses there) inside the region. The offset may also be the
+    /// region's end, where a frame of no bytes may lie.
     pub(crate) fn at(&self, offset: usize) -> *mut u8 {
         debug_assert!(offset <= REGION_BYTES);
         self.base.as_ptr().wrapping_add(offset)
@@ -277,7 +277,8 @@ impl Region {
         unsafe { self.base.cast::<AtomicU32>().as_ref() }
     }
 
-    /// Takes a shared staging slot for so many bytes, one that has been free for a while: `turned` bytes go in turn ([`TURNED`]).
+    /// Takes a shared staging slot to put `bytes` bytes in. Slots are taken in turn: about `turned` bytes are put in slots before one comes
+    /// again ([`TURNED`]).
     pub(crate) fn take_slot(self: &Arc<Self>, bytes: usize, turned: usize) -> Option<Slot> {
         let taken = {
             let mut slots = self.slots.lock();
@@ -287,13 +288,13 @@ impl Region {
         taken.map(|number| self.owned(number))
     }
 
-    /// Takes the one that was given back last: for who writes what has come back in it.
+    /// Takes the slot that was given back last, for a caller that fills the same slot again and again.
     pub(crate) fn take_warm_slot(self: &Arc<Self>) -> Option<Slot> {
         let taken = self.slots.lock().pop_back();
         taken.map(|number| self.owned(number))
     }
 
-    /// A slot that was just taken gets its first owner.
+    /// Gives a slot that was just taken its first owner.
     fn owned(self: &Arc<Self>, number: u16) -> Slot {
         self.owners[usize::from(number)].store(1, Ordering::Relaxed);
         Slot { region: self.clone(), number }
@@ -325,18 +326,18 @@ impl Region {
         }
     }
 
-    /// Whether any has since this was last asked.
+    /// Whether a thread has found it held since the last call.
     pub(crate) fn was_memory_lock_wanted(&self) -> bool {
         self.memory_lock_wanted.load(Ordering::Relaxed)
             && self.memory_lock_wanted.swap(false, Ordering::Relaxed)
     }
 
-    /// A communicator's machines kept so many bytes for themselves, and keep so many now.
+    /// A communicator has kept `before` bytes of scratch memory until now, and keeps `now` bytes from here on.
     pub(crate) fn count_scratch(&self, before: usize, now: usize) {
         self.scratch.fetch_add(now.wrapping_sub(before), Ordering::Relaxed);
     }
 
-    /// What all of them keep.
+    /// Bytes of scratch memory that all communicators of the rank keep.
     pub(crate) fn scratch(&self) -> usize {
         self.scratch.load(Ordering::Relaxed)
     }
@@ -349,17 +350,17 @@ impl Region {
             Error::system(
                 "allocate the rings of a communicator",
                 format!(
-                    "{bytes} bytes wanted, {} of {HEAP} in use in this rank's region; it has room for about {} \
-                     groups of 8 at a time: drop those that are not needed",
+                    "{bytes} bytes wanted, {} of {HEAP} in use in this rank's region; it has room for {} \
+                     communicators of this size at a time: drop those that are not needed",
                     heap.used,
-                    HEAP / (2 * 8 * RING_BYTES)
+                    HEAP / bytes
                 ),
             )
         })
     }
 
-    /// Gives back what `alloc(bytes)` gave. As with slots, the protocol is its users': only once no rank, of this process
-    /// or another, writes to it any more (`comm/world/pool.rs`). `written`: somebody may have, meanwhile.
+    /// Gives back what `alloc(bytes)` gave. To be called only once no rank, of this process or another, writes there any more, which the
+    /// callers' protocol ensures (`comm/world/pool.rs`). `written`: somebody may have written there, so the memory is zeroed.
     pub(crate) fn free(&self, offset: usize, bytes: usize, written: bool) {
         if forked::is_forked() {
             return; // it is in use in the parent
@@ -367,8 +368,8 @@ impl Region {
         let bytes = whole(bytes);
         debug_assert!(offset >= HEAP_START && offset + bytes <= ARENA_START);
         if written {
-            // SAFETY: inside the mapping, where `alloc` put it, and by the protocol nobody else's now; it is reached by
-            // raw pointers and atomics only, so what a peer that breaks the protocol can change is the bytes.
+            // SAFETY: inside the mapping, where `alloc` put it, and by the protocol nobody else uses it now. It is reached by
+            // raw pointers and atomics only, so a peer that breaks the protocol can change the bytes and nothing else.
             unsafe { self.at(offset).write_bytes(0, bytes) };
         }
         self.heap.lock().give(offset, bytes);
@@ -379,8 +380,8 @@ impl Region {
         self.arena.lock().take(bytes.checked_next_multiple_of(PAGE)?)
     }
 
-    /// Gives back what `take_pages(bytes)` gave: to the system, so that it reads as zero again. Only once nobody, in
-    /// this process or another, reads it any more.
+    /// Gives back what `take_pages(bytes)` gave, to the system too, so that it reads as zero again. To be called only once nobody, in
+    /// this process or another, uses it any more.
     pub(crate) fn give_pages(&self, offset: usize, bytes: usize) {
         if forked::is_forked() {
             return; // it is in use in the parent
@@ -397,7 +398,7 @@ impl Region {
         self.arena.lock().give(offset, bytes);
     }
 
-    /// An atomic word of a page that ranks have taken for words.
+    /// The atomic word at `offset`, which lies in a page that ranks use for words.
     pub(crate) fn word(&self, offset: usize) -> &AtomicU32 {
         let offset = offset.min(REGION_BYTES - 4) & !3;
         // SAFETY: in the mapping, which `self` keeps, and aligned; by the protocol of `device/links/words.rs` everybody uses the
@@ -417,7 +418,7 @@ impl Region {
         inside.then(|| self.at(offset as usize))
     }
 
-    /// Bytes of the heap in use, the most that it has ever reached to, and its size.
+    /// Bytes of the heap in use, the most bytes that it has ever extended over, and its size.
     pub(crate) fn heap(&self) -> (usize, usize, usize) {
         let heap = self.heap.lock();
         (heap.used, heap.peak, HEAP)
@@ -426,7 +427,7 @@ impl Region {
 
 fn map_shared(fd: impl AsFd) -> rustix::io::Result<NonNull<u8>> {
     // SAFETY: a fresh mapping at an address the kernel chooses touches no existing memory of ours. The file is a
-    // memfd of REGION_BYTES, sealed (or about to be) against shrinking, so no access can fault.
+    // memfd of REGION_BYTES, sealed against shrinking, so no access to the mapping is beyond the file's end.
     let base = unsafe {
         mmap(
             std::ptr::null_mut(),
@@ -490,7 +491,7 @@ mod tests {
         assert_eq!(region.slots(), (SLOTS - 2, SLOTS));
         drop(others);
         assert_eq!(region.slots(), (0, SLOTS));
-        // In turn, so many bytes of them; or the warmest, again and again.
+        // Slots are taken in turn, as many as hold `TURNED` bytes; or the warmest one is taken again and again.
         for (bytes, turned) in [(SLOT, TURNED / SLOT), (SLOT / 2, 2 * TURNED / SLOT), (1, SLOTS)] {
             let taken: Vec<_> = (0..2 * turned)
                 .filter_map(|_| region.take_slot(bytes, TURNED).map(|slot| slot.number))
@@ -503,7 +504,7 @@ mod tests {
         assert_eq!(warm(), warm());
         let (a, b) = (region.alloc(1000).unwrap(), region.alloc(1000).unwrap());
         assert!(b >= a + 1000 && b % 128 == 0);
-        assert!(region.alloc(HEAP).unwrap_err().to_string().contains("has room for about"));
+        assert!(region.alloc(HEAP).unwrap_err().to_string().contains("communicators of this size at a time"));
     }
 
     #[test]

@@ -2,8 +2,8 @@
 //!
 //! The connection's window is the credit: a communicator whose receiver is behind fills its own connection and no
 //! other. A connection that breaks is kept as a [`Break`], which the endpoint asks for: only the two ranks together can tell
-//! whether one of them has ended. Payloads go from the caller's memory to the socket; copies are received from the socket into the caller's
-//! memory, operands of a reduction into a window that stays in cache.
+//! whether one of them has ended. Payloads go from the caller's memory to the socket. What the receiver only copies is read from the socket
+//! into the caller's memory; operands of a reduction are read into a window that stays in cache.
 
 use std::collections::VecDeque;
 use std::io::{self, IoSlice, IoSliceMut, Read, Write};
@@ -19,13 +19,13 @@ use super::{
 use crate::error::Error;
 use crate::types::{LinkClass, Rank};
 
-/// Frames that may wait for the socket, unless they have as many bytes as the largest ([`FRAME`]): enough that a reduction is ready
-/// when the socket is.
+/// At most this many frames wait for the socket, and none is added once those that wait have [`FRAME`] bytes together. So the result of a
+/// reduction is ready when the socket is.
 const QUEUE: usize = 4;
-/// Receive window: what is worked on at once and the beginning of the next, well inside L2.
+/// Bytes of the receive window: what is worked on at once, and the beginning of what comes next; well inside the L2 cache.
 const WINDOW: usize = SLOT + 64 * 1024;
-/// The largest frame, which passes through the window in pieces: where a message may go as one, a call of the system takes as
-/// much as the socket has room for (docs/bench/profile.md).
+/// Bytes of the largest frame, which passes through the window in pieces. In such a frame a whole message may go at once, so that a system
+/// call takes as much as the socket has room for (docs/bench/profile.md).
 pub(crate) const FRAME: usize = 512 << 10;
 
 /// Between any ranks.
@@ -49,7 +49,7 @@ enum State {
     Dead,
 }
 
-/// The addresses of a connection's ends, ours first. Once it is broken the system does not know them any more.
+/// The addresses of a connection's ends, ours first. They are kept because the system forgets them once the connection is broken.
 #[derive(Clone, Copy, Default)]
 struct Ends(Option<(SocketAddr, SocketAddr)>);
 
@@ -82,7 +82,7 @@ pub(crate) struct TcpTx {
     state: State,
     reactor: Arc<dyn Reactor>,
     queue: VecDeque<Pending>,
-    /// Bytes of what waits.
+    /// Bytes of payload of the frames in `queue`.
     queued: usize,
     released: u64,
     ends: Ends,
@@ -240,13 +240,13 @@ impl LinkTx for TcpTx {
     }
 }
 
-/// Asks whether the peer's connection has come.
+/// Gives the connection that the peer has dialled, once it has come.
 pub(crate) type Accept = Box<dyn FnMut() -> Option<TcpStream> + Send>;
 
 /// The receiving end. The socket comes when the peer has dialled.
 pub(crate) struct TcpRx {
     peer: Rank,
-    /// Until the connection has come.
+    /// `Some` until the connection has come.
     accept: Option<Accept>,
     reactor: Arc<dyn Reactor>,
     socket: Option<TcpStream>,
@@ -255,7 +255,7 @@ pub(crate) struct TcpRx {
     end: usize,
     head: Option<Header>,
     done: usize,
-    /// Bytes of a split unit that lie in the caller's memory already.
+    /// Bytes of an incomplete unit that lie in the caller's memory already.
     partial: usize,
     ends: Ends,
     broke: Option<Break>,
@@ -295,7 +295,7 @@ impl TcpRx {
         self.end - self.start
     }
 
-    /// Reads what is there into `first` (if any) and then the window. Returns the bytes that went to `first`.
+    /// Reads what the socket has into `first`, unless that is empty, and then into the window. Returns how many bytes went to `first`.
     fn read(&mut self, first: &mut [u8]) -> usize {
         if self.start == self.end {
             (self.start, self.end) = (0, 0);
@@ -395,7 +395,8 @@ impl LinkRx for TcpRx {
         let Some(header) = self.head else { return Ok(0) };
         let limit = max.min(header.len as usize - self.done);
         let mut have = self.partial;
-        let buffered = self.buffered().min(limit - have);
+        // A caller that asks for less than one unit gets nothing more.
+        let buffered = self.buffered().min(limit.saturating_sub(have));
         if buffered > 0 {
             // SAFETY: `dst` has room for `max >= have + buffered` bytes (the caller's promise); the window is ours.
             unsafe {
@@ -405,7 +406,7 @@ impl LinkRx for TcpRx {
             have += buffered;
         }
         if have < limit {
-            // SAFETY: the rest of `dst`, initialised memory of the caller's that nothing else accesses now.
+            // SAFETY: the rest of `dst`, initialised memory of the caller's that nothing else accesses now (the caller's promise).
             let rest = unsafe { std::slice::from_raw_parts_mut(dst.add(have), limit - have) };
             have += self.read(rest);
         }

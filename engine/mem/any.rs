@@ -7,17 +7,17 @@ use super::{Buf, HostBuf, Location, RawBuf, Where};
 use crate::error::Error;
 use crate::types::{DType, Element, bf16, f8e4m3, f8e5m2, f16};
 
-/// The element type of a buffer whose values are of a type that only the buffer knows: see [`AnyBuf`].
+/// Stands for the element type of a buffer whose type is known only at run time: see [`AnyBuf`].
 ///
-/// It is no [`Element`]: nothing has values of it.
+/// It is not an [`Element`], and no value of it exists.
 #[derive(Debug)]
 pub enum Untyped {}
 
-/// A [`Buf`] of any kind, whose element type is known at run time: what a program takes that reads types from a file, a
-/// message or another language.
+/// A [`Buf`] of any kind, whose element type is known at run time: for programs that read types from a file, a message
+/// or another language.
 ///
-/// Every call that takes a [`Buf`] takes it, but those that return a new `Vec` (their `_into` forms do). That the
-/// buffers of one call have one type is then checked when it is called.
+/// Every call that takes a [`Buf`] takes an `AnyBuf`, except calls that return a new `Vec` (use their `_into` forms).
+/// That all buffers of a call have the same element type is then checked at run time, by the call.
 ///
 /// ```
 /// use allstream::{AnyBuf, Comm, DType};
@@ -35,21 +35,21 @@ pub enum Untyped {}
 /// ```
 pub struct AnyBuf(Box<Owned>);
 
-/// A buffer, and what it says of itself. On the heap, so that an operation can keep two of them in place.
+/// A buffer, and its place, length and type. It is boxed, so that an `AnyBuf` is one pointer, and an operation keeps two in place.
 struct Owned {
     raw: RawBuf,
     buf: Box<dyn Any + Send>,
 }
 
-// SAFETY: the buffer is Send, and the pointer in `raw` is to memory that belongs to it.
+// SAFETY: the buffer is Send, and the pointer in `raw` points to memory that the buffer owns.
 unsafe impl Send for Owned {}
 
-/// Makes a buffer of whichever element type.
+/// Makes a buffer, whichever the element type is.
 pub(crate) trait Make {
     fn make<T: Element>(self) -> Result<AnyBuf, Error>;
 }
 
-/// The buffer of this element type.
+/// Makes a buffer of this element type, as `how` does.
 pub(crate) fn make<M: Make>(dtype: DType, how: M) -> Result<AnyBuf, Error> {
     match dtype {
         DType::Bool => how.make::<bool>(),
@@ -94,23 +94,29 @@ impl AnyBuf {
     /// The buffer that [`new`](Self::new) was given.
     ///
     /// # Errors
-    /// What it is instead, unchanged, if it is no `B`.
+    /// This `AnyBuf`, unchanged, if the buffer in it is not a `B`.
     pub fn into_inner<B: Buf>(self) -> Result<B, AnyBuf> {
         let Owned { raw, buf } = *self.0;
         buf.downcast::<B>().map(|buf| *buf).map_err(|buf| AnyBuf(Box::new(Owned { raw, buf })))
     }
 
-    /// The elements; `None` if they are of another type, or on a device.
+    /// The elements; `None` if they are of another type, or not in host memory.
     pub fn as_slice<T: Element>(&self) -> Option<&[T]> {
         let start = self.host_start::<T>()?;
+        if self.0.raw.len == 0 {
+            return Some(&[]); // `start` may be null
+        }
         // SAFETY: `len` elements of this type (`host_start` compared it), initialised and aligned as every buffer on the
-        // host promises, and the buffer, borrowed as `self` is, has them alone.
+        // host promises. The buffer, which is borrowed with `self`, is their only owner.
         Some(unsafe { std::slice::from_raw_parts(start, self.0.raw.len) })
     }
 
-    /// The same, to be written.
+    /// As [`as_slice`](Self::as_slice), for writing.
     pub fn as_mut_slice<T: Element>(&mut self) -> Option<&mut [T]> {
         let start = self.host_start::<T>()?;
+        if self.0.raw.len == 0 {
+            return Some(&mut []);
+        }
         // SAFETY: as in `as_slice`, and `&mut self` makes this the only access.
         Some(unsafe { std::slice::from_raw_parts_mut(start, self.0.raw.len) })
     }
@@ -123,7 +129,7 @@ impl AnyBuf {
     }
 }
 
-// SAFETY: what the buffer inside, itself a `Buf`, promises of its place, length and type: nobody changes it before
+// SAFETY: the buffer inside is a `Buf`, and promises all of this for its place, length and type. Nobody changes it before
 // `into_inner` gives it back, since no `&mut` to it is given away.
 unsafe impl Buf for AnyBuf {
     type Elem = Untyped;

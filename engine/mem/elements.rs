@@ -1,5 +1,5 @@
-//! Copying, zeroing and adding elements of buffers on the host whose types are known at run time: what gradient buckets do with the
-//! buffers that they hold. Everything is compared first, so that the functions are safe.
+//! Copying, zeroing, adding, scaling and rounding elements of host buffers whose types are known at run time: what gradient buckets do with
+//! the buffers that they hold. Types, lengths and places are checked first, so the functions are safe.
 
 use std::ops::Range;
 
@@ -32,8 +32,8 @@ pub(crate) fn copy<F: Buf, T: Buf>(from: (&mut F, usize), to: (&mut T, usize), l
     let (source, target) = (start(from)?, start(to)?);
     let unit = dtype.size();
     if len > 0 {
-        // SAFETY: both buffers have `len` elements of this type from there on (compared above), valid and initialised as `Buf` promises.
-        // Both are borrowed mutably, so they are two, nobody else reads or writes them, and they do not overlap.
+        // SAFETY: both buffers have `len` elements of this type from `from_at` and `to_at` on (checked above), valid and initialised as `Buf`
+        // promises. Both are borrowed mutably: so they are two buffers, do not overlap, and nobody else reads or writes them.
         unsafe {
             std::ptr::copy_nonoverlapping(source.add(from_at * unit), target.add(to_at * unit), len * unit)
         };
@@ -52,7 +52,7 @@ pub(crate) fn zero<B: Buf>(buf: &mut B) -> Option<()> {
     Some(())
 }
 
-/// Adds the elements of `from` to those of `to`, as a sum of two ranks would be made. `None`, and nothing is written, where the buffers
+/// Adds the elements of `from` to those of `to`, as an all_reduce of two ranks adds them. `None`, and nothing is written, where the buffers
 /// differ in type or length, or one is not on the host.
 pub(crate) fn add<F: Buf, T: Buf>(from: &mut F, to: &mut T) -> Option<()> {
     let (dtype, len) = (from.dtype(), from.len());
@@ -90,16 +90,16 @@ pub(crate) fn scale<B: Buf>(buf: &mut B, range: Range<usize>, factor: f64) -> Op
     Some(())
 }
 
-/// The sum of the squares of the elements of a range, in `f64`: the same number wherever the memory lies. `None` where they are no floats,
-/// are not all in the buffer, or not on the host.
+/// The sum of the squares of the elements of a range, in `f64`, added in an order that depends only on the range's length. `None` where they
+/// are no floats, are not all in the buffer, or not on the host.
 pub(crate) fn squares<B: Buf>(buf: &mut B, range: Range<usize>) -> Option<f64> {
     fn of<T: Element>(start: *mut u8, range: Range<usize>, value: impl Fn(T) -> f64) -> f64 {
         if range.is_empty() {
             return 0.0;
         }
         let (at, len) = (range.start, range.len());
-        // SAFETY: the caller below gives elements of this type, as the buffer's own type says, which is borrowed meanwhile, and a range of
-        // them.
+        // SAFETY: the caller below gives the start of a buffer whose type is `T`, which it borrows meanwhile, and a range inside that
+        // buffer.
         let values = unsafe { std::slice::from_raw_parts(start.cast::<T>().cast_const().add(at), len) };
         // Several sums, so that one addition need not wait for the one before.
         let (pieces, rest) = values.as_chunks::<8>();
@@ -122,9 +122,9 @@ pub(crate) fn squares<B: Buf>(buf: &mut B, range: Range<usize>) -> Option<f64> {
     })
 }
 
-/// Rounds elements of `from`, with what rounding took from them before, to those of `to` from element `to.1` on, of 16 bits each, and keeps in
-/// `residual` what rounding takes now ([`kernels::compress`]). `None`, and nothing is written, where `from` is no `f32` or of another length
-/// than `residual`, where `to` is neither `f16` nor `bf16` or has not so many elements, or one is not on the host.
+/// Adds to the elements of `from` what rounding took from them last time (`residual`), and rounds the sums to elements of 16 bits of `to`, from
+/// element `to.1` on. `residual` then has what rounding took this time ([`kernels::compress`]). `None`, and nothing is written, where `from` is
+/// not of `f32` or has another length than `residual`, where `to` is neither `f16` nor `bf16` or is too short, or one is not on the host.
 pub(crate) fn compress<F: Buf, T: Buf>(
     from: &mut F,
     residual: &mut [f32],
@@ -140,16 +140,16 @@ pub(crate) fn compress<F: Buf, T: Buf>(
     if len > 0 {
         // SAFETY: `from` has `len` elements of `f32`, as was compared above, valid as `Buf` promises, and is borrowed mutably meanwhile.
         let from = unsafe { std::slice::from_raw_parts(source.cast::<f32>().cast_const(), len) };
-        // SAFETY: `to` has `len` elements of 16 bits from `at` on, as was compared; it is borrowed mutably, and another buffer. Whatever bits
-        // are written, they are a float.
+        // SAFETY: `to` has `len` elements of 16 bits from `at` on, as was compared; it is borrowed mutably, so it is another buffer than `from`.
+        // Any 16 bits are a valid float.
         let to = unsafe { std::slice::from_raw_parts_mut(target.cast::<u16>().add(at), len) };
         kernels::compress(wire, from, residual, to);
     }
     Some(())
 }
 
-/// Elements of `from`, of 16 bits each, from element `from.1` on, as those of `to`. `None`, and nothing is written, where types or lengths are
-/// none that [`compress`] makes, or one is not on the host.
+/// Widens elements of 16 bits of `from`, from element `from.1` on, to all elements of `to`. `None`, and nothing is written, where `to` is not of
+/// `f32`, where `from` is neither `f16` nor `bf16` or is too short, or one is not on the host.
 pub(crate) fn expand<F: Buf, T: Buf>(from: (&mut F, usize), to: &mut T) -> Option<()> {
     let (from, at) = from;
     let (len, wire) = (to.len(), from.dtype());
@@ -161,7 +161,7 @@ pub(crate) fn expand<F: Buf, T: Buf>(from: (&mut F, usize), to: &mut T) -> Optio
     if len > 0 {
         // SAFETY: `to` has `len` elements of `f32`, as was compared above, valid as `Buf` promises, and is borrowed mutably meanwhile.
         let to = unsafe { std::slice::from_raw_parts_mut(target.cast::<f32>(), len) };
-        // SAFETY: `from` has `len` elements of 16 bits from `at` on, as was compared; it is borrowed mutably, and another buffer.
+        // SAFETY: `from` has `len` elements of 16 bits from `at` on, as was compared; it is borrowed mutably, so it is another buffer than `to`.
         let from = unsafe { std::slice::from_raw_parts(source.cast::<u16>().add(at).cast_const(), len) };
         kernels::expand(wire, from, to);
     }

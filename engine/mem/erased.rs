@@ -5,13 +5,13 @@ use std::any::{Any, TypeId};
 use std::mem::MaybeUninit;
 use std::sync::Arc;
 
-/// What an operation owns: what goes in, and what comes out. In-place operations have only an output.
+/// The input and output that an operation owns. In-place operations have only an output.
 pub(crate) struct Parts<I, O> {
     pub(crate) input: I,
     pub(crate) output: O,
 }
 
-/// Two buffers on devices.
+/// Words of storage: two device buffers fit.
 const WORDS: usize = 12;
 
 /// Storage for [`Parts`] of any type: in place up to 96 bytes, boxed beyond.
@@ -19,7 +19,7 @@ pub(crate) struct ErasedBufs {
     storage: [MaybeUninit<u64>; WORDS],
     drop: unsafe fn(*mut u8),
     holds: TypeId,
-    /// Memory of ours that the operation works on; goes when the parts do.
+    /// Memory of the engine's own that the operation works on. Dropped when the parts are dropped or taken.
     also: Option<Arc<dyn Any + Send + Sync>>,
 }
 
@@ -38,12 +38,12 @@ unsafe fn drop_boxed<P>(at: *mut u8) {
 }
 
 impl ErasedBufs {
-    /// Takes ownership of the parts. `P: Send`: the table may drop them on another thread.
+    /// Takes ownership of the parts. They are `Send`, as the table of operations may drop them on another thread.
     pub(crate) fn new<P: Send + 'static>(parts: P) -> ErasedBufs {
         let mut storage = [MaybeUninit::<u64>::uninit(); WORDS];
         let at = storage.as_mut_ptr().cast::<u8>();
         let drop = if fits::<P>() {
-            // SAFETY: `fits` checked size and alignment of the storage.
+            // SAFETY: `fits` has checked that a P fits the storage's size and alignment.
             unsafe { at.cast::<P>().write(parts) };
             drop_inline::<P> as unsafe fn(*mut u8)
         } else {

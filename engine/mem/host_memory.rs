@@ -1,19 +1,19 @@
-//! [`HostMemory`]: memory of the host's that an operation can own.
+//! [`HostMemory`]: host memory that an operation can own.
 
 use crate::types::Element;
 
-/// Memory of the host's that an operation can own: every one is a [`Buf`](super::Buf).
+/// Host memory that an operation can own. Every `HostMemory` is a [`Buf`](super::Buf).
 ///
-/// Implemented for `Vec<T>`, `Box<[T]>` and [`HostBuf<T>`](super::HostBuf), and for [`View`](super::View)s of any of them; foreign owners
-/// (an array library's storage, a mapped file) can implement it, in a few lines and with a reason for each point below. With the
-/// feature `ndarray` the arrays of that crate are.
+/// Implemented for `Vec<T>`, `Box<[T]>` and [`HostBuf<T>`](super::HostBuf), for [`View`](super::View)s of any of them, and, with the
+/// feature `ndarray`, for that crate's arrays. For other owners of memory (an array library's storage, a mapped file) you can implement
+/// it yourself, in a few lines and with a reason for each point below.
 ///
 /// # Safety
 ///
 /// From the moment a value is handed to an operation until it comes back, the engine and (for ranks of the
-/// same process) peers access `count()` elements at `ptr()` through raw pointers, from other threads; from
-/// [`split`](super::split) to [`join`](super::View::join), its views do, also as slices, and so does an
-/// [`AnyBuf`](super::AnyBuf) that it is in. So:
+/// same process) peers access `count()` elements at `ptr()` through raw pointers, from other threads. From
+/// [`split`](super::split) to [`join`](super::View::join), the views of a value access these elements, also as
+/// slices, and so does an [`AnyBuf`](super::AnyBuf) that holds the value. So:
 ///
 /// - `ptr()` and `count()` give the same answer however often the value is moved, until it is dropped or
 ///   changed through `&mut self`;
@@ -38,14 +38,14 @@ pub unsafe trait HostMemory: Send + 'static {
     fn ptr_mut(&mut self) -> *mut Self::Elem;
     /// Number of elements.
     fn count(&self) -> usize;
-    /// Whether the driver has locked its pages, so that devices copy to and from it by themselves: a
-    /// [`PinnedBuf`](crate::cuda::PinnedBuf) says so. Answering no is never wrong, such copies are only slower; yes for other
-    /// memory makes them block their caller.
+    /// Whether the CUDA driver has locked the memory's pages, as for a [`PinnedBuf`](crate::cuda::PinnedBuf): devices then copy
+    /// to and from it by themselves. `false` is never wrong: copies are only slower. `true` for memory that is not locked makes
+    /// copies block their caller.
     fn is_pinned(&self) -> bool {
         false
     }
-    /// Why this memory cannot be used as it is, where it cannot (an array whose elements are not one after another, say): calls are
-    /// refused in these words and give it back. [`count`](Self::count) is 0 then.
+    /// Why operations cannot use this memory as it is (for example, an array with gaps between its elements). `None`: they can. A
+    /// call refuses such memory in these words, and gives it back. [`count`](Self::count) is 0 then.
     fn unfit(&self) -> Option<&'static str> {
         None
     }

@@ -6,13 +6,13 @@ mod sealed {
     pub trait Sealed {}
 }
 
-/// Several buffers that one operation takes together: a `Vec` or an array of buffers of one type, or a tuple of such
-/// (of up to six), each of a type of its own: `(weights, biases)` with `Vec<Vec<bf16>>` and `[Vec<f32>; 2]`.
+/// Several buffers that one operation takes together: a `Vec` or an array of buffers of one type, or a tuple of up to six
+/// such lists, which may be of different types: `(weights, biases)` with `Vec<Vec<bf16>>` and `[Vec<f32>; 2]`.
 ///
 /// Lengths may differ, and be 0; all ranks give the same lengths and types in the same order.
 ///
-/// Single buffers of different types are lists of one, `([a], [b])`. Tuples nest, so that what belongs together comes back
-/// together, and more than six fit:
+/// To give single buffers of different types, make each a list of one: `([a], [b])`. Tuples nest, so that what belongs
+/// together comes back together, and more than six lists fit:
 ///
 /// ```
 /// # fn main() -> Result<(), allstream::Error> {
@@ -28,7 +28,7 @@ mod sealed {
             tuples of tuples of those"
 )]
 pub trait BufList: sealed::Sealed + Send + 'static {
-    /// Visits each buffer, in order. The same ones, in the same place, whenever it is asked.
+    /// Visits each buffer, in order: at every call the same buffers, at the same places.
     #[doc(hidden)]
     fn each(&mut self, visit: &mut dyn FnMut(RawBuf));
 }

@@ -5,12 +5,12 @@ use ndarray::{Array, Dimension};
 use super::HostMemory;
 use crate::types::Element;
 
-/// An owned array (`Array1`, `Array2`, ..) in standard layout, its elements row by row without gaps: it comes back with the shape that
-/// it has. One in another layout, transposed or every second column of a larger one, is refused: what ranks combine would not
-/// be in one order. `array.as_standard_layout().into_owned()` makes a copy that is. Feature `ndarray`.
+/// An owned array (`Array1`, `Array2`, ..) in standard layout, its elements row by row without gaps. It comes back with its shape. An
+/// array in another layout (transposed, or every second column of a larger one) is refused, as ranks would combine elements in
+/// different orders. `array.as_standard_layout().into_owned()` makes a copy in standard layout. Needs the feature `ndarray`.
 // SAFETY: point by point of the contract:
 // - Same answer: the elements of an `Array` are on the heap and stay there when it moves; shape and layout change through `&mut self`
-//   only. In another layout it has no elements here.
+//   only. An array in another layout has a `count()` of 0.
 // - Valid, initialised, aligned: in standard layout the `len()` elements from `as_ptr()` on are the array's own, in one piece; safe code
 //   makes arrays of initialised elements only.
 // - Unique: an `Array` owns its storage. Views borrow it, so none lives when it is moved into an operation. (`ArcArray` shares its

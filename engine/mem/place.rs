@@ -1,4 +1,4 @@
-//! Memory of a device, as all that knows no device sees it.
+//! Device memory, as modules see it that know nothing of CUDA.
 
 use std::any::Any;
 use std::fmt;
@@ -7,18 +7,18 @@ use std::sync::Arc;
 use super::Fate;
 use crate::error::Error;
 
-/// A stream of a device, in whose order memory is. The devices' own type of it is behind this, and is taken out again in `device/place.rs`.
+/// The stream in whose order device memory is used. The trait hides the stream's type, which `device/place.rs` gets back by a downcast.
 pub(crate) trait DeviceOrder: Any + fmt::Debug + Send + Sync {
-    /// The number of the device, and what its maker calls it.
+    /// The number of the device, and its product name.
     fn device(&self) -> (usize, &str);
 }
 
-/// Where memory of a device is, and in whose order.
+/// Where device memory is, and in which stream's order it is used.
 #[derive(Clone)]
 pub(crate) struct DeviceMemory {
     pub(crate) order: Arc<dyn DeviceOrder>,
     pub(crate) address: u64,
-    /// Of a buffer that keeps it.
+    /// The operations on which the contents depend. `None`: the buffer keeps no list of them.
     pub(crate) fate: Option<Arc<Fate>>,
     /// Whether another library allocated it.
     pub(crate) foreign: bool,
@@ -31,7 +31,7 @@ impl fmt::Debug for DeviceMemory {
 }
 
 impl DeviceMemory {
-    /// Why what is there means nothing.
+    /// An error if the contents cannot be trusted: the cause for which an operation that was to write them has failed.
     pub(crate) fn check(&self) -> Result<(), Error> {
         self.fate.as_ref().map_or(Ok(()), |fate| fate.check())
     }

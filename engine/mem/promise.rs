@@ -1,4 +1,4 @@
-//! [`Promise`]: a value that comes once, from another thread, for one that blocks or polls until it is there.
+//! [`Promise`]: a value that another thread delivers, once. The receiver blocks or polls until it is there.
 
 use std::sync::Arc;
 use std::task::{Context, Poll};
@@ -7,7 +7,7 @@ use parking_lot::Mutex;
 
 use super::Event;
 
-/// A value that is yet to come, and the event of its coming. Clones are of one value: the first that asks takes it.
+/// A value that is yet to come, and an event that is complete when it has come. Clones share one value: the first that asks takes it.
 pub(crate) struct Promise<T> {
     value: Arc<Mutex<Option<T>>>,
     came: Event,
@@ -24,14 +24,14 @@ impl<T> Promise<T> {
         Promise { value: Arc::new(Mutex::new(None)), came: Event::pending() }
     }
 
-    /// Of a value that is there.
+    /// A promise whose value is there already.
     pub(crate) fn kept(value: T) -> Promise<T> {
         let promise = Promise::pending();
         promise.clone().keep(value);
         promise
     }
 
-    /// Here it is. Where nobody has a clone any more it is dropped here, before anyone is told.
+    /// Delivers the value. If nobody has a clone of the promise any more, the value is dropped here, before the event is complete.
     pub(crate) fn keep(self, value: T) {
         *self.value.lock() = Some(value);
         drop(self.value);

@@ -1,4 +1,4 @@
-//! [`OwnedSlice`]: the one owner of elements in the host's memory that the engine's own buffers are.
+//! [`OwnedSlice`]: elements in host memory, and their owner. All host buffers that the engine makes are of this type.
 
 use std::fmt;
 use std::ops::{Deref, DerefMut};
@@ -7,9 +7,9 @@ use std::ptr::NonNull;
 use super::HostMemory;
 use crate::types::{DType, Element};
 
-/// Elements in the host's memory, and what owns that memory; derefs to a slice.
+/// Elements in host memory, and what owns that memory; derefs to a slice.
 ///
-/// All buffers of the host's that allstream makes are one, each with an owner of its own: [`HostBuf`](super::HostBuf),
+/// Every host buffer that allstream makes is an `OwnedSlice`, with its own type of owner: [`HostBuf`](super::HostBuf),
 /// [`ArenaBuf`](crate::ArenaBuf), [`PinnedBuf`](crate::cuda::PinnedBuf), [`HostTensor`](crate::dlpack::HostTensor), and
 /// [`View`](super::View), whose owner is a share of the buffer that was cut. The memory is given back when the owner is dropped.
 pub struct OwnedSlice<T: Element, O> {
@@ -20,7 +20,7 @@ pub struct OwnedSlice<T: Element, O> {
 
 /// What owns the memory of an [`OwnedSlice`].
 pub trait SliceOwner: Send + Sync + 'static {
-    /// Writes what the buffer is: its name, its elements.
+    /// Writes what the buffer is: its name, and the type and number of its elements.
     #[doc(hidden)]
     fn describe(&self, dtype: DType, len: usize, f: &mut fmt::Formatter<'_>) -> fmt::Result;
     /// As [`HostMemory::is_pinned`].
@@ -35,7 +35,7 @@ impl<T: Element, O> OwnedSlice<T, O> {
     ///
     /// # Safety
     /// Until `owner` is dropped, and wherever it is moved, `len` elements at `start` are valid for reads and writes, aligned and
-    /// initialised, and nobody else reads or writes them (peers that an operation lends them to aside, as [`HostMemory`] has it).
+    /// initialised, and nobody else reads or writes them (except peers to which an operation lends them, as [`HostMemory`] says).
     pub(crate) unsafe fn new(start: *mut T, len: usize, owner: O) -> OwnedSlice<T, O> {
         let start = NonNull::new(start).filter(|_| len > 0).unwrap_or(NonNull::dangling());
         OwnedSlice { start, len, owner }
@@ -49,7 +49,7 @@ impl<T: Element, O> OwnedSlice<T, O> {
         self.owner
     }
 
-    /// Where the elements are, and the owner.
+    /// Where the elements are, how many they are, and the owner.
     pub(crate) fn into_parts(self) -> (*mut T, usize, O) {
         (self.start.as_ptr(), self.len, self.owner)
     }
@@ -77,7 +77,7 @@ impl<T: Element, O: SliceOwner> fmt::Debug for OwnedSlice<T, O> {
     }
 }
 
-// SAFETY: it has its elements alone, like Box<[T]>; they are Send, and so is the owner.
+// SAFETY: it is the only owner of its elements, like Box<[T]>; they are Send, and so is `owner`.
 unsafe impl<T: Element, O: Send> Send for OwnedSlice<T, O> {}
 // SAFETY: `&OwnedSlice` gives `&[T]` and `&O` only, and both are Sync.
 unsafe impl<T: Element, O: Sync> Sync for OwnedSlice<T, O> {}

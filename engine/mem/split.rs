@@ -10,11 +10,11 @@ use super::{HostMemory, OwnedSlice, SliceOwner};
 use crate::error::{Error, Failed};
 use crate::types::DType;
 
-/// A part of a buffer, owned by itself: what [`split`] and [`split_at`] make.
+/// A part of a buffer that can be owned by itself: what [`split`] and [`split_at`] make.
 ///
 /// A [`HostMemory`], so an operation can own it while others own the other parts of the same buffer; derefs to its elements.
-/// [`View::join`] gives the buffer back. It lives on while one of its views does, and is dropped with the last,
-/// on whatever thread that is.
+/// [`View::join`] gives the buffer back. The buffer lives as long as any of its views, and is dropped with the last,
+/// on whichever thread that is.
 ///
 /// A view's first element is aligned for its type, not more: where the owner's alignment matters (64 bytes, for a
 /// [`HostBuf`](super::HostBuf)), cut at multiples of it.
@@ -22,18 +22,18 @@ pub type View<B> = OwnedSlice<<B as HostMemory>::Elem, Part<B>>;
 
 /// What owns the memory of a [`View`]: a share of the buffer that was cut.
 pub struct Part<B> {
-    /// Where the view starts in it, in elements.
+    /// Where the view starts in the buffer, in elements.
     offset: usize,
     whole: Arc<Whole<B>>,
 }
 
 /// The buffer that was cut.
 struct Whole<B> {
-    /// Its elements.
+    /// How many elements it has.
     len: usize,
     is_pinned: bool,
-    /// Locked once, to ask for its address; from then on nobody looks at it until the last view is gone. A lock, so
-    /// that it is `Sync` without another word.
+    /// Locked once, to ask for the buffer's address; after that, nobody looks at the buffer until the last view is gone.
+    /// The lock makes `Whole` `Sync` without `unsafe`.
     buf: Mutex<B>,
 }
 
@@ -108,11 +108,11 @@ impl<B: HostMemory> View<B> {
     fn whole(buf: B) -> View<B> {
         let (len, is_pinned) = (buf.count(), buf.is_pinned());
         let whole = Arc::new(Whole { len, is_pinned, buf: Mutex::new(buf) });
-        // Asked when the buffer lies where it stays: a `Box` that moves takes the memory back from older pointers.
+        // Asked only now that the buffer lies where it stays: when a `Box` moves, pointers taken from it before become invalid.
         let start = whole.buf.lock().ptr_mut();
         // SAFETY: the buffer is a HostMemory: its elements are initialised, aligned, valid for reads and writes until it is dropped,
         // which the share keeps it from, and they do not move. Nobody else touches them: the buffer itself is not touched before the
-        // last share is gone, and this is its only view (`halve` and `join` share out what views have).
+        // last share is gone, and this is its only view (`halve` and `join` only hand on elements that views have).
         unsafe { OwnedSlice::new(start, len, Part { offset: 0, whole }) }
     }
 
@@ -135,8 +135,8 @@ impl<B: HostMemory> View<B> {
         let mid = mid.min(len);
         let view = |range: Range<usize>| {
             let part = Part { offset: offset + range.start, whole: whole.clone() };
-            // SAFETY: the elements of this view that are in the range, as `whole` promised them. The view is consumed and its elements
-            // shared out, and views cannot be cloned, so no element is ever in two.
+            // SAFETY: what `View::whole` promised of all elements holds for those of this view that are in the range. This view is consumed,
+            // the two ranges are disjoint, and views cannot be cloned, so no element is ever in two views.
             unsafe { OwnedSlice::new(start.add(range.start), range.len(), part) }
         };
         [view(0..mid), view(mid..len)]
@@ -147,12 +147,12 @@ impl<B: HostMemory> View<B> {
         self.owner().offset
     }
 
-    /// The elements of the buffer that was cut first which this view holds.
+    /// Which elements this view holds of the buffer that was cut first.
     pub fn range(&self) -> Range<usize> {
         self.offset()..self.offset() + self.count()
     }
 
-    /// Cuts this view further, into views of the same buffer: as [`split`], without another owner between.
+    /// Cuts this view further, as [`split`] does, but into views of the same buffer, not of this view.
     ///
     /// # Errors
     /// As [`split`], with this view.
@@ -163,7 +163,7 @@ impl<B: HostMemory> View<B> {
         }
     }
 
-    /// Cuts this view in two: as [`split_at`], without another owner between.
+    /// Cuts this view in two, as [`split_at`] does, but into views of the same buffer, not of this view.
     ///
     /// # Errors
     /// As [`split_at`], with this view.
@@ -176,12 +176,12 @@ impl<B: HostMemory> View<B> {
 
     /// Gives the buffer back, for all of its views, in any order. Nothing is copied.
     ///
-    /// A view that was dropped, or let go with its [`Work`](crate::Work), is missing for ever: the buffer then goes
-    /// with the last of the others.
+    /// A view that was dropped, or let go with its [`Work`](crate::Work), is missing for ever: the buffer is then
+    /// dropped with the last of the other views.
     ///
     /// # Errors
-    /// [`Failed`] with the views in the order given (always `Some`) and [`Error::Invalid`]: there are none, they are of
-    /// different buffers, or some are missing; it says which elements.
+    /// [`Failed`] with the views in the order given (always `Some`) and [`Error::Invalid`]: no views were given, they are
+    /// of different buffers, or some are missing; the error says which elements are missing.
     pub fn join(views: impl IntoIterator<Item = View<B>>) -> Result<B, Failed<Vec<View<B>>>> {
         let views: Vec<View<B>> = views.into_iter().collect();
         let Some(first) = views.first() else {
@@ -195,7 +195,7 @@ impl<B: HostMemory> View<B> {
         match Arc::try_unwrap(whole) {
             Ok(whole) => Ok(whole.buf.into_inner()),
             Err(whole) => {
-                // What is still out there has no elements, but would outlive the memory that it points to.
+                // A view that was not given has no elements, but has a share of the buffer, which so cannot be taken out.
                 let back = |(range, start): (Range<usize>, _)| {
                     let part = Part { offset: range.start, whole: whole.clone() };
                     // SAFETY: the view as it was, which was consumed above.
@@ -208,7 +208,7 @@ impl<B: HostMemory> View<B> {
         }
     }
 
-    /// What these views lack to be all of this one's buffer.
+    /// Why these views are not all of this view's buffer; `None`: they are.
     fn incomplete(&self, views: &[View<B>]) -> Option<String> {
         let whole = &self.owner().whole;
         if let Some(at) = views.iter().position(|view| !Arc::ptr_eq(&view.owner().whole, whole)) {
@@ -223,7 +223,7 @@ impl<B: HostMemory> View<B> {
     }
 }
 
-/// Which of so many elements these ranges, in order, leave out, if they leave out any.
+/// Which of `len` elements these ranges, which come in order, leave out; `None`: they leave out none.
 pub(crate) fn gaps(ranges: impl IntoIterator<Item = Range<usize>>, len: usize) -> Option<String> {
     let (mut at, mut gaps) = (0, Vec::new());
     for range in ranges.into_iter().chain(std::iter::once(len..len)) {

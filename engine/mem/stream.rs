@@ -1,7 +1,7 @@
-//! Streams of host work, and events: points in them.
+//! Streams of host work, and events, which mark points in these streams.
 //!
-//! A [`HostStream`] is to a CPU what a CUDA stream is to a GPU: jobs run in order, one after another, beside
-//! the thread that submits them.
+//! A [`HostStream`] is to a CPU what a CUDA stream is to a GPU: its jobs run in order, one after another, while
+//! the thread that submits them goes on.
 
 use std::fmt;
 use std::future::Future;
@@ -24,7 +24,7 @@ const FAILED: u8 = 2;
 
 struct Point {
     state: AtomicU8,
-    /// Why it failed, where that is not a panic.
+    /// Why the event failed; empty if a job panicked.
     cause: OnceLock<Error>,
     waiters: Mutex<Vec<Waker>>,
     changed: Condvar,
@@ -32,7 +32,7 @@ struct Point {
 
 /// A point in a stream. Completes when all work submitted to the stream before it was recorded is done.
 ///
-/// Cloneable; a future; never blocks to be asked.
+/// An event can be cloned and awaited. To ask whether it is complete never blocks.
 #[derive(Clone)]
 pub struct Event(Arc<Point>);
 
@@ -61,12 +61,12 @@ impl Event {
         self.0.state.load(Ordering::Acquire) != PENDING
     }
 
-    /// Whether work before this point panicked.
+    /// Whether the event failed: a job before this point panicked or failed, or what the stream waited for failed.
     pub fn is_failed(&self) -> bool {
         self.0.state.load(Ordering::Acquire) == FAILED
     }
 
-    /// Blocks until the point is reached; an error if work before it panicked.
+    /// Blocks until the event is complete; an error if it [failed](Self::is_failed).
     pub fn wait(&self) -> Result<(), Error> {
         let mut waiters = self.0.waiters.lock();
         while !self.is_complete() {
@@ -85,12 +85,12 @@ impl Event {
         Err(self.cause().unwrap_or_else(panicked))
     }
 
-    /// Why it failed, where that is known and not a panic.
+    /// Why the event failed. `None`: it has not failed, or no cause was given, as after a panic.
     pub(crate) fn cause(&self) -> Option<Error> {
         self.0.cause.get().cloned()
     }
 
-    /// It will not be reached, for this cause.
+    /// Fails the event for this cause: its point will not be reached.
     pub(crate) fn fail(&self, cause: Error) {
         let _ = self.0.cause.set(cause);
         self.fire(false);
@@ -105,7 +105,7 @@ impl Event {
         woken.into_iter().for_each(Waker::wake);
     }
 
-    /// Wakes `waker` once the event completes; `false` if it has already.
+    /// Has `waker` woken once the event completes. `false`: it is complete already, and `waker` is not kept.
     pub(crate) fn subscribe(&self, waker: &Waker) -> bool {
         let is_known = {
             let waiters = self.0.waiters.lock();
@@ -117,7 +117,7 @@ impl Event {
         if is_known {
             return true;
         }
-        // Somebody else's code: cloned, and dropped if it comes too late, outside the lock.
+        // A waker is somebody else's code: so it is cloned outside the lock and, if the event is complete by then, dropped outside it.
         let waker = waker.clone();
         let mut waiters = self.0.waiters.lock();
         let waits = !self.is_complete();
@@ -137,9 +137,14 @@ impl Future for Event {
 
 type Job = Box<dyn FnOnce() + Send>;
 
+/// Runs a job on the stream's thread. What a job drops is somebody else's code, and may panic: the jobs behind it run all the same.
+fn run(job: Job) {
+    let _ = catch_unwind(AssertUnwindSafe(job));
+}
+
 /// An in-order queue of host work on a thread of its own.
 ///
-/// Dropping it lets what was submitted finish, and waits for that.
+/// Dropping the stream blocks until all submitted jobs have run, unless it is dropped on its own thread.
 pub struct HostStream {
     jobs: Option<Sender<Job>>,
     thread: Option<JoinHandle<()>>,
@@ -153,18 +158,18 @@ impl fmt::Debug for HostStream {
 }
 
 impl HostStream {
-    /// A stream whose thread carries this name. Fails only when the system has no thread to give.
+    /// A stream whose thread has this name. Fails if the system cannot start a thread, or in a forked child of a process that used allstream.
     pub fn new(name: &str) -> Result<HostStream, Error> {
         forked::begin()?;
         let (jobs, queue) = channel::<Job>();
         let thread = std::thread::Builder::new()
             .name(name.to_owned())
-            .spawn(move || queue.into_iter().for_each(|job| job()))
+            .spawn(move || queue.into_iter().for_each(run))
             .map_err(|e| Error::system(format!("start the thread of stream {name:?}"), e))?;
         Ok(HostStream { jobs: Some(jobs), thread: Some(thread), failed: Arc::new(AtomicU8::new(0)) })
     }
 
-    /// Whether a job has panicked. Later jobs do not run; later events fail.
+    /// Whether a job has panicked or failed, or an event that the stream waited for has failed. Later jobs then do not run, and later events fail.
     pub fn is_failed(&self) -> bool {
         self.failed.load(Ordering::Acquire) != 0
     }
@@ -179,9 +184,13 @@ impl HostStream {
         }));
     }
 
-    /// The point that the stream has now been filled to.
+    /// An event that completes when all work submitted so far is done. In a forked child, where the stream's thread is not, the event fails at once.
     pub fn record(&self) -> Event {
         let event = Event::pending();
+        if forked::is_forked() {
+            event.fail(forked::refusal());
+            return event;
+        }
         let (at, failed) = (event.clone(), self.failed.clone());
         self.push(Box::new(move || at.fire(failed.load(Ordering::Acquire) == 0)));
         event
@@ -202,7 +211,7 @@ impl HostStream {
         self.record().wait()
     }
 
-    /// Runs even on a failed stream: the job must know (used to hand buffers back).
+    /// Appends a job that runs even if the stream has failed, for instance to hand buffers back. The job itself must check for the failure.
     pub(crate) fn push(&self, job: Job) {
         if let Some(jobs) = &self.jobs {
             // The receiver lives as long as the thread, which lives as long as `self`.
@@ -218,7 +227,7 @@ impl HostStream {
 impl Drop for HostStream {
     fn drop(&mut self) {
         if forked::is_forked() {
-            // The thread is the parent's: to wait for it would never end.
+            // The thread runs in the parent only: to join it here would never return.
             std::mem::forget((self.jobs.take(), self.thread.take()));
             return;
         }

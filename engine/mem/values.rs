@@ -1,16 +1,16 @@
-//! Values that not every pattern of bits is: what comes from a peer, or from a device, is looked at before it becomes one of the
-//! user's.
+//! Checks values of types for which not every bit pattern is valid: what comes from a peer, or from a device, is checked before the
+//! user gets it.
 //!
-//! Of the element types that is `bool`, a byte of 0 or 1. All that has come is looked at once, when the operation or the copy has
-//! ended, where it lies then: in memory that no peer can write (`Comm::alloc` gives none for `bool`).
+//! The only such element type is `bool`, a byte of 0 or 1. A buffer is checked once, when the operation or the copy that filled it is
+//! complete, and in place: no peer can write to its memory (`Comm::alloc` gives none for `bool`).
 
-/// What is wrong with values that are to be bools. Those that are none are `false` from here on: their buffer may be given back.
+/// Checks that all bytes are valid bools. Sets those that are not to `false`, so that the buffer can be given back, and describes the first.
 ///
 /// # Safety
 /// `at` is valid for reads and writes of `len` bytes, all initialised, which nobody else reads or writes meanwhile.
 pub(crate) unsafe fn check_bools(at: *mut u8, len: usize) -> Option<String> {
     if len == 0 {
-        return None; // it may be null
+        return None; // `at` may be null
     }
     // SAFETY: the caller's promise.
     let bytes = unsafe { std::slice::from_raw_parts_mut(at, len) };
@@ -38,7 +38,7 @@ mod tests {
         for len in [1usize, 7, 4096, 4097, 10_000] {
             let good: Vec<u8> = (0..len).map(|i| (i % 3 == 0) as u8).collect();
             let mut bytes = good.clone();
-            // SAFETY: as long as the vector.
+            // SAFETY: the vector's own bytes, all `len` of them, which nobody else uses meanwhile.
             assert_eq!(unsafe { check_bools(bytes.as_mut_ptr(), len) }, None);
             assert_eq!(bytes, good);
             for at in [0, len / 2, len - 1] {
@@ -51,7 +51,7 @@ mod tests {
                 bytes.clone_from(&good);
             }
         }
-        // SAFETY: of no length.
+        // SAFETY: with a length of 0 nothing is read or written.
         assert_eq!(unsafe { check_bools(std::ptr::null_mut(), 0) }, None);
     }
 }

@@ -1,12 +1,12 @@
-//! The executor in virtual time: how long a collective would take on a network that is not here.
+//! The executor in virtual time: predicts how long a collective would take on a network that is not at hand.
 //!
-//! The machines that run real collectives run these, on links whose frames take [`Network::latency`] and
-//! [`Network::bandwidth`] to arrive and carry no bytes; events are worked off in the order of their times. What is
-//! found is what the plans and the executor's own rules (slices, rounds, credits) allow on such a network, not a
-//! formula. What a frame costs the rank at either end, and that ranks of a host share its cores, is modelled where the network
-//! says so. What is not: contention inside the network (each rank's port is, both ways), and the operating system. Frames arrive whole; over TCP ranks pass on what has
-//! come of one from 32 KB on, which [`Network::slice`] of 32 KB is near to. `docs/bench/simulator.md` has predictions
-//! beside measured times.
+//! Simulated ranks run the executor of real collectives, on links whose frames carry no bytes and arrive after the time that
+//! [`Network::latency`] and [`Network::bandwidth`] give. Events are handled in the order of their times. So the result follows from
+//! the plans and the executor's own rules (slices, rounds, credits) on such a network, not from a formula. If the network says so,
+//! the model includes what a frame costs the rank at either end, and that the ranks of a host share its cores. It includes each
+//! rank's port, in both directions, but no contention inside the network, and no operating system. A receiver sees a frame only when
+//! all of it has arrived. Real ranks pass on parts of a frame over TCP, from 32 KB on: a [`Network::slice`] of 32 KB comes close to
+//! that. `docs/bench/simulator.md` has predictions beside measured times.
 //!
 //! ```
 //! use allstream::sim::{Network, simulate};
@@ -41,9 +41,9 @@ use crate::types::{Algo, DType, Kind, Rank, ReduceOp, Signature};
 pub const MOST_RANKS: usize = 1024;
 /// The most bytes of a simulated collective: 1 PiB.
 pub const MOST_BYTES: usize = 1 << 50;
-/// Frames that a simulation is cut into at most, nearly: slices grow to keep it so.
+/// About the most frames of a simulation whose slice was not given: slices grow until there are no more.
 const FRAMES: usize = 1_000_000;
-/// Frames that it may be cut into where the slice was given.
+/// The most frames of a simulation whose slice was given, and the most loans of one that lends in slots.
 const MOST_FRAMES: usize = 64 * FRAMES;
 /// The longest slice: a frame says its length in 32 bits.
 const MOST_SLICE: usize = 1 << 31;
@@ -52,33 +52,33 @@ const MOST_SLICE: usize = 1 << 31;
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Network {
-    /// From one rank to another, for the first byte: the alpha of the cost models.
+    /// How long the first byte takes from one rank to another: the alpha of the cost models.
     pub latency: Duration,
     /// Bytes a second through a port, each way: 1 / beta.
     pub bandwidth: f64,
     /// Bytes a second that a rank reads and writes when it combines or copies. `None`: that takes no time.
     pub memory: Option<f64>,
-    /// A rank's work for a frame, at each end, beside its bytes: the o of LogP.
+    /// How long a rank works for each frame, at either end, beside the time for its bytes: the o of LogP.
     pub frame: Duration,
-    /// Bytes a second that a rank puts on its links by its own work, as in shared memory and on loopback. `None`: no work.
+    /// Bytes a second at which a sender puts data on its links by its own work, as over shared memory and loopback. `None`: no work.
     pub send: Option<f64>,
-    /// Likewise, that it takes off them.
+    /// Bytes a second at which a receiver takes data off its links by its own work. `None`: no work.
     pub receive: Option<f64>,
     /// Cores of a host, for the work of its ranks. `None`: a core for each rank.
     pub cores: Option<usize>,
-    /// How ranks lend each other memory, for algorithms that have a form for that ([`plan::lending()`]). `None`: they do not.
+    /// How ranks lend each other memory, in algorithms that can be run by loans ([`plan::lending()`]). `None`: they do not lend.
     pub loans: Option<Loans>,
-    /// A rank that is slower: its port and its memory take this many times as long.
+    /// A rank that is slower, and how many times as long its port and all its work take.
     pub straggler: Option<(Rank, f64)>,
-    /// The part of frames that are lost, and sent again after [`Network::retry`]; `0.0..1.0`.
+    /// The fraction of frames that are lost, and sent again after [`Network::retry`]; `0.0..1.0`.
     pub loss: f64,
     /// How long it takes until a lost frame is sent again.
     pub retry: Duration,
-    /// Ranks on each host, for algorithms of two levels. `None`: they all share one.
+    /// Ranks on each host, for algorithms of two levels and for [`Network::cores`]. `None`: all ranks share one host.
     pub per_host: Option<usize>,
-    /// Of the losses.
+    /// The seed of the random losses.
     pub seed: u64,
-    /// Bytes of a slice. `None`: 128 KB, as executors of more than two ranks cut, or more where frames would be too many.
+    /// Bytes of a slice. `None`: 128 KB, as in real runs of more than two ranks, or more where there would be too many frames.
     pub slice: Option<usize>,
 }
 
@@ -140,10 +140,10 @@ impl Network {
 /// How ranks of one host lend each other memory.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Loans {
-    /// In staging slots of 128 KB, as ranks in processes of their own lend what lies outside shared memory; else where it lies.
+    /// `true`: in staging slots of 128 KB, as ranks of different processes lend memory that they do not share. `false`: in place.
     pub in_slots: bool,
-    /// Bytes a second at which a rank fetches what another has lent, beside the time that [`Network::memory`] counts. `None`: at
-    /// no cost.
+    /// Bytes a second at which a rank fetches what another has lent, in addition to the time by [`Network::memory`]. `None`: that
+    /// takes no time.
     pub fetch: Option<f64>,
 }
 
@@ -151,7 +151,7 @@ pub struct Loans {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Simulated {
-    /// Until the last rank was done.
+    /// The time until the last rank was done.
     pub time: Duration,
     /// Frames that were sent.
     pub frames: u64,
@@ -161,7 +161,7 @@ pub struct Simulated {
     pub slice: usize,
 }
 
-/// A rank of a simulation, at its part of the collective.
+/// A simulated rank, with its part of the collective.
 struct SimRank {
     op: Operation,
     next: NextPart,
@@ -171,7 +171,7 @@ struct SimRank {
 }
 
 impl SimRank {
-    /// Goes as far as it may. Whether it has come to its end by that.
+    /// Goes on until nothing moves any more. Returns whether the rank has finished by that. `news`: the peer from which news has come.
     fn go_on(&mut self, news: Option<Rank>) -> Result<bool, Error> {
         while !self.is_done {
             let parts = &mut self.parts;
@@ -188,13 +188,13 @@ impl SimRank {
     }
 }
 
-/// Runs a collective of `bytes` on each rank (for all_gather, gather: of one block; for reduce_scatter, scatter,
-/// all_to_all: likewise of one block), out of place, from rank 0 where it has a root.
+/// Simulates a collective of `bytes` bytes on each rank, out of place; if it has a root, that is rank 0. For all_gather, gather,
+/// reduce_scatter, scatter and all_to_all, `bytes` is the size of one block.
 ///
 /// # Errors
-/// [`Error::Invalid`] for an algorithm that does not suit, a group of none or more than [`MOST_RANKS`], more than
-/// [`MOST_BYTES`] or more frames than can be simulated, a network that cannot be, or a collective that would take more
-/// than 200 days on it.
+/// [`Error::Invalid`] for an algorithm that does not suit, a group of 0 or of more than [`MOST_RANKS`] ranks, more than
+/// [`MOST_BYTES`] bytes, more frames than can be simulated, a network with impossible values, or a collective that would
+/// take more than 200 days on it.
 pub fn simulate(
     kind: Kind,
     algo: Algo,
@@ -288,7 +288,7 @@ pub fn simulate(
     Ok(Simulated { time: Duration::from_nanos(end.div_ceil(1000)), frames, lost, slice })
 }
 
-/// The slice that was given, or one that cuts all messages into at most about [`FRAMES`].
+/// The slice that was given, or one that cuts all messages into at most about [`FRAMES`] frames.
 fn slice(programs: &[Arc<Program>], bytes: usize, given: Option<usize>) -> Result<usize, String> {
     let chunk = |program: &Program, i: &u32| {
         let at = program.plan.steps[*i as usize].chunk();

@@ -13,34 +13,34 @@ use crate::exec::{self, Opener};
 use crate::link::{Frame, Header, LinkRx, LinkTx, Loan, Posted};
 use crate::types::Rank;
 
-/// Frames that a link holds: posted, and not yet released (as many as the ring of a real one).
+/// The most frames that a link holds, posted and not yet released: as many as the ring of a real link.
 const WINDOW: u64 = crate::link::ring::CELLS;
 
-/// Picoseconds: a byte at 1 TB/s is one.
+/// Picoseconds: a byte at 1 TB/s takes one.
 pub(super) type Time = u64;
 
 pub(super) fn time(seconds: f64) -> Time {
     (seconds * 1e12) as Time
 }
 
-/// Something happens between two ranks (to the first, from the second).
+/// What happens at an [`Event`]: something reaches one rank from another.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum What {
-    /// A frame is at the receiver's port, and comes in when that is free.
+    /// A frame has reached the receiver's port. It comes in when that port is free.
     AtPort,
-    /// A frame is there whole, or the room of one that was released.
+    /// All of a frame has arrived, or the sender hears that one was released.
     News,
 }
 
-/// When, in which order, what, to whom, from whom.
+/// The time, the order among events of one time, what happens, the rank that it reaches, and the rank that it comes from.
 type Event = Reverse<(Time, u64, What, u32, u32)>;
 
-/// Not there yet.
+/// The arrival time of a frame whose arrival is not known yet.
 const COMING: Time = Time::MAX;
-/// The end of virtual time, after 213 days: what would come later comes now.
+/// The end of virtual time, after 213 days: what would happen later happens at this time.
 pub(super) const END: Time = COMING - 1;
 
-/// `takes` later, or the end of time.
+/// The time `takes` after `at`, but at most [`END`].
 fn later(at: Time, takes: Time) -> Time {
     at.saturating_add(takes).min(END)
 }
@@ -48,10 +48,10 @@ fn later(at: Time, takes: Time) -> Time {
 /// A frame on its way.
 #[derive(Clone, Copy)]
 struct InFlight {
-    /// When it is there, or [`COMING`].
+    /// When all of it has arrived, or [`COMING`].
     arrives: Time,
     header: Header,
-    /// Bytes that it lends.
+    /// Bytes of the memory that it lends; 0 if it carries data.
     lends: usize,
 }
 
@@ -59,17 +59,17 @@ struct InFlight {
 #[derive(Default)]
 struct Wire {
     frames: VecDeque<InFlight>,
-    /// Of them, those whose arrival is known.
+    /// How many of `frames`, from the front, have a known arrival time.
     landed: usize,
-    /// When the last one is at the receiver's port.
+    /// When the last frame posted reaches the receiver's port.
     last: Time,
     posted: u64,
-    /// Released by the receiver, with the time at which the sender knows.
+    /// Of frames that the receiver has released: when the sender learns of each. Those that it has learnt of are counted in `known`.
     released: VecDeque<Time>,
     known: u64,
 }
 
-/// What a rank's port to the network is busy with, each way.
+/// Until when a rank's port to the network is busy, in each direction.
 #[derive(Clone, Copy, Default)]
 struct Busy {
     out: Time,
@@ -95,12 +95,12 @@ pub(super) struct Net {
     /// Picoseconds a byte.
     per_byte: f64,
     work_per_byte: f64,
-    /// What a byte that another rank has lent costs beside that.
+    /// What each byte that another rank has lent costs in addition.
     fetch_per_byte: f64,
-    /// A rank's work: for a frame, and for each of its bytes, at the sender and at the receiver.
+    /// A rank's work for each frame; `ends`: for each byte of it, at the sender and at the receiver.
     frame: Time,
     ends: [f64; 2],
-    /// When each core of each host is free, and the ranks of a host; none where each rank has a core.
+    /// By host: when each of its cores is free. Empty if each rank has a core of its own. `per_host`: the ranks of a host.
     cores: Mutex<Vec<Vec<Time>>>,
     per_host: usize,
     loss: f64,
@@ -128,7 +128,7 @@ impl Net {
             frame: time(network.frame.as_secs_f64()),
             ends: [network.send, network.receive].map(|rate| rate.map_or(0.0, |rate| 1e12 / rate)),
             cores: Mutex::new(network.cores.map_or(Vec::new(), |cores| {
-                // More cores than ranks are idle.
+                // No more than `n` cores of a host are ever busy.
                 vec![vec![0; cores.min(n)]; network.per_host.map_or(1, |per| n.div_ceil(per))]
             })),
             per_host: network.per_host.unwrap_or(n),
@@ -142,7 +142,7 @@ impl Net {
         self.clocks[rank].load(Ordering::Relaxed)
     }
 
-    /// The rank's clock goes on to `at`, or is further already. Returns where it is.
+    /// Moves the rank's clock forward to `at`, unless it is later already. Returns the clock's time.
     pub(super) fn reach(&self, rank: Rank, at: Time) -> Time {
         let now = self.clock(rank).max(at);
         self.clocks[rank].store(now, Ordering::Relaxed);
@@ -153,14 +153,14 @@ impl Net {
         self.clock(rank)
     }
 
-    /// A rank works, on a core of its host's that is free, or as soon as one is.
+    /// A rank works for `takes` picoseconds, as soon as a core of its host is free.
     fn work(&self, rank: Rank, takes: f64) {
         let (now, takes) = (self.clock(rank), (takes * self.slowness(rank)) as Time);
         if takes == 0 {
             return;
         }
         let mut cores = self.cores.lock();
-        // The one that was busy last: who goes on stays on its core, and leaves the others to others.
+        // Of the free cores the one that became free last, so that a rank that goes on stays on its core; else the first to become free.
         let core = cores.get_mut(rank / self.per_host).and_then(|cores| {
             cores
                 .iter_mut()
@@ -173,12 +173,12 @@ impl Net {
         self.reach(rank, later(start, takes));
     }
 
-    /// What a frame costs the rank at an end of its link.
+    /// What a frame costs the rank at one end of its link (0: the sender, 1: the receiver).
     fn handle(&self, rank: Rank, end: usize, header: &Header) {
         self.work(rank, self.frame as f64 + f64::from(header.len) * self.ends[end]);
     }
 
-    /// The next news: whom it reaches, from whom, and when.
+    /// The next news: when it comes, which rank it reaches, and from which rank.
     pub(super) fn next(&self) -> Option<(Time, Rank, Rank)> {
         let mut state = self.state.lock();
         loop {
@@ -187,7 +187,7 @@ impl Net {
             if what == What::News {
                 return Some((at, to, from));
             }
-            // Ports take frames in the order in which they come to them.
+            // A port takes frames in the order in which they reach it.
             let index = from * self.clocks.len() + to;
             let header = state.wires[index].as_ref().and_then(|wire| wire.frames.get(wire.landed))?.header;
             let takes = self.takes(from, &header).max(self.takes(to, &header));
@@ -218,8 +218,8 @@ impl Net {
         self.slow.map_or(1.0, |(slow, factor)| if slow == rank { factor } else { 1.0 })
     }
 
-    /// A frame leaves when the sender's port is free, is on its way, and comes in when the receiver's port is free: both
-    /// are busy for its length, at the same time but for the latency.
+    /// Sends a frame when the sender's port is free. It reaches the receiver's port after the latency, and comes in when that
+    /// is free. Each of the two ports is busy for as long as the frame's bytes take.
     fn post(&self, from: Rank, to: Rank, header: Header, lends: usize) {
         self.handle(from, 0, &header);
         let (now, takes) = (self.clock(from), self.takes(from, &header));
@@ -233,7 +233,7 @@ impl Net {
             first = later(later(first, self.retry), takes);
         }
         let wire = state.wires[from * self.clocks.len() + to].get_or_insert_default();
-        // In order: what was lost holds up what follows.
+        // Frames of a link arrive in order: one that was lost holds up those behind it.
         wire.last = wire.last.max(first);
         first = wire.last;
         wire.frames.push_back(InFlight { arrives: COMING, header, lends });
@@ -253,7 +253,7 @@ impl Net {
         state.announce(at, What::News, from, to);
     }
 
-    /// Frames released so far, as the sender knows at its clock; and frames posted.
+    /// How many frames the sender, at its clock's time, knows to be released, and how many it has posted.
     fn known(&self, from: Rank, to: Rank) -> (u64, u64) {
         let now = self.clock(from);
         let mut state = self.state.lock();
@@ -290,7 +290,7 @@ impl State {
     }
 }
 
-/// A rank's work, on its clock.
+/// Counts a rank's work on its clock.
 pub(super) struct Clock(pub(super) Arc<Net>, pub(super) Rank);
 
 impl exec::Clock for Clock {
@@ -334,7 +334,7 @@ impl LinkTx for SimTx {
 
     unsafe fn post(&mut self, header: Header, _: *const u8) -> Result<Posted, Error> {
         self.net.post(self.from, self.to, header, 0);
-        // As of a socket that takes what it is given: a link's credit bounds how much.
+        // As if a socket had taken the payload. The link's credit (`room`) bounds how many frames are on their way.
         Ok(Posted::Copied)
     }
 

@@ -1,4 +1,4 @@
-//! What the tuner's table does not know as measured: the simulator's time, on links like those that were measured.
+//! Times that the tuner's table has no measurement of, predicted by the simulator on links like those that were measured.
 
 use std::time::Duration;
 
@@ -9,11 +9,11 @@ use crate::plan::{Shape, algorithms, suitable};
 use crate::tuning::Figures;
 use crate::types::{Algo, Kind};
 
-/// Faster than any: where no port is between ranks, their own work limits them.
+/// Faster than any port: no port is between ranks of one host, so only their own work limits them.
 const NO_PORT: f64 = 1e15;
 
-/// Microseconds that a collective of `bytes` (of a rank's largest buffer, as `allstream perf` counts them) takes by an
-/// algorithm, on links like these. `None`: there is no such plan, it has too many ranks to be simulated, or the figures are none.
+/// Predicts how many microseconds a collective takes by an algorithm, on links with these figures. `bytes`: the size of a rank's
+/// largest buffer, as `allstream perf` counts it. `None`: there is no such plan, it cannot be simulated, or the figures are impossible.
 pub fn predict(kind: Kind, algo: Algo, ranks: usize, bytes: u64, figures: &Figures) -> Option<f64> {
     let Figures { bandwidth, memory, latency_us, frame_us, .. } = *figures;
     let possible = [bandwidth, memory].iter().all(|rate| rate.is_finite() && *rate > 0.0)
@@ -37,7 +37,7 @@ fn micros(us: f64) -> Duration {
     Duration::try_from_secs_f64(us / 1e6).unwrap_or_default()
 }
 
-/// Between hosts a port is the limit, and what a rank does is put and take frames. On one host all is work of the cores.
+/// Between hosts ports limit the bytes, and ranks work for frames and on their own memory. On one host the cores do all the work.
 fn network(figures: &Figures, lends: Lends, per_host: usize) -> Network {
     let one_host = figures.group.hosts <= 1;
     let bandwidth = if one_host { NO_PORT } else { figures.bandwidth };
@@ -47,11 +47,11 @@ fn network(figures: &Figures, lends: Lends, per_host: usize) -> Network {
     network.cores = Some(figures.cores);
     network.per_host = (!one_host).then_some(per_host);
     if one_host {
-        // What another rank lends comes from another core, and costs what it costs on its way in a ring, once instead of twice.
+        // Lent memory is fetched from another rank's core, at the rate of a ring: once, while a ring's two ends both copy each byte.
         let (in_slots, fetch) = (lends == Lends::Regions, Some(figures.bandwidth));
         network.loans = (lends != Lends::Nothing).then_some(Loans { in_slots, fetch });
-        // In a stream from one rank to another the slower end is what is measured; the receiver's copy is counted as work
-        // on memory already. In one process nothing is copied on its way.
+        // The measured bandwidth is that of the slower end. `memory` already counts the receiver's copy (each byte is read and
+        // written), so this is subtracted. In one process the sender copies nothing.
         let each = 1.0 / figures.bandwidth;
         network.send = (lends != Lends::Anything).then_some(figures.bandwidth);
         network.receive = Some(each - 2.0 / figures.memory).filter(|left| *left > 0.0).map(|left| 1.0 / left);
@@ -75,22 +75,22 @@ mod tests {
         }
     }
 
-    /// The model's figures are those it was given, where a collective is little else.
+    /// Where a collective's time is mostly one of the given figures, the prediction is that figure.
     #[test]
     fn predictions_follow_the_figures() {
         let at =
             |kind, algo, ranks, bytes, figures: &Figures| predict(kind, algo, ranks, bytes, figures).unwrap();
         let tcp = Figures { latency_us: 10.0, frame_us: 3.0, bandwidth: 2e9, ..figures(LinkClass::TCP) };
-        // One hop each way at the same time: the frame out, the way, the frame in.
+        // Both ranks send at the same time: work for the frame at the sender, the latency, work for it at the receiver.
         let small = at(Kind::AllReduce, Algo::OneShot, 2, 4, &tcp);
         assert!((small - 16.0).abs() < 1.0, "{small}");
         // 16 MB one way at 2 GB/s are 8 ms.
         let large = at(Kind::Broadcast, Algo::OneShot, 2, 16 << 20, &tcp);
         assert!((large / 8389.0 - 1.0).abs() < 0.2, "{large}");
-        // Four ranks on two cores: twice the work of four on four.
+        // Four ranks take twice as long on two cores as on four.
         let four = |cores| at(Kind::AllGather, Algo::Direct, 4, 16 << 20, &Figures { cores, ..tcp });
         assert!((four(2) / four(4) - 2.0).abs() < 0.3, "{} {}", four(2), four(4));
-        // In shared memory an all_reduce is folded at once: less than its steps would take.
+        // In shared memory an all_reduce folds lent memory at once: that takes less time than a ring's steps.
         let shm = figures(LinkClass::SHM);
         assert!(
             at(Kind::AllReduce, Algo::Direct, 2, 4 << 20, &shm)

@@ -1,7 +1,7 @@
 //! The thread that logs for threads that must not wait. A log may hang: a full disk, a terminal that nobody reads.
 //!
-//! It is started when there is something to log that somebody listens to, and ends when there is nothing more. A process that ends at
-//! once may end before its last lines are out; whoever drops the last handle of a world gives them a bounded time.
+//! The thread starts when there is a line that a subscriber takes, and ends when there are no more lines. A process that exits at once may
+//! lose its last lines; whoever drops the last handle of a world waits for them, for a bounded time.
 
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -15,21 +15,21 @@ use super::FirstProcess;
 
 /// The thread's name.
 const THREAD: &str = "allstream-log";
-/// Lines that wait, at most: while the log hangs, what comes after them is lost.
+/// The most lines that wait. While the log hangs, further lines are lost.
 const LINES: usize = 256;
 
-/// Logs something.
+/// Logs one line when it is called.
 type Line = Box<dyn FnOnce() + Send>;
 
 struct State {
     lines: VecDeque<Line>,
-    /// There is a thread, and it may be at a line.
+    /// There is a thread. It may be logging a line that is no longer in `lines`.
     runs: bool,
-    /// Somebody has waited for a line in vain, and no line has come to its end since: nobody waits again.
+    /// A `flush` has waited in vain, and no line has been logged since: until one is, no `flush` waits again.
     is_stuck: bool,
 }
 
-/// What is to be logged, and the thread that does.
+/// The lines that are to be logged, and the thread that logs them.
 pub(crate) struct Log {
     state: Mutex<State>,
     changed: Condvar,
@@ -45,17 +45,17 @@ impl Log {
         Log { state: Mutex::new(state), changed: Condvar::new(), process: FirstProcess::new() }
     }
 
-    /// Has a warning logged soon, by the subscriber of the calling thread. Never blocks: a caller may hold what others wait for.
+    /// Has a warning logged soon, by the subscriber of the calling thread. Never blocks: a caller may hold locks that others wait for.
     pub(crate) fn warn(&'static self, line: impl FnOnce() + Send + 'static) {
         self.at(Level::WARN, line);
     }
 
-    /// As [`warn`](Self::warn), of what is of interest only to those who look for a fault.
+    /// As [`warn`](Self::warn), for a line of interest only to those who look for a fault.
     pub(crate) fn debug(&'static self, line: impl FnOnce() + Send + 'static) {
         self.at(Level::DEBUG, line);
     }
 
-    /// No thread is started for what no subscriber of the process takes.
+    /// Drops the line if no subscriber of the process takes its level, so that no thread is started for it.
     fn at(&'static self, level: Level, line: impl FnOnce() + Send + 'static) {
         if level <= LevelFilter::current() {
             self.line(line);
@@ -83,7 +83,7 @@ impl Log {
         let mut state = self.state.lock();
         while let Some(line) = state.lines.pop_front() {
             drop(state);
-            // A subscriber is somebody else's code.
+            // A subscriber is somebody else's code, and may panic.
             let _ = catch_unwind(AssertUnwindSafe(line));
             state = self.state.lock();
             state.is_stuck = false;
@@ -92,7 +92,7 @@ impl Log {
         state.runs = false;
     }
 
-    /// Blocks until all lines are out, but not for longer than `patience`, and not again while the log hangs.
+    /// Blocks until all lines are logged, but not for longer than `patience`, and not at all if the log is known to hang.
     pub(crate) fn flush(&self, patience: Duration) {
         if self.process.is_another() {
             return;
@@ -124,7 +124,7 @@ mod tests {
             begin.send(()).unwrap();
             waits.recv().unwrap();
         });
-        // It is out of the queue by then, and takes no place there.
+        // The first line has left the queue by then, and takes no place there.
         begun.recv_timeout(Duration::from_secs(60)).unwrap();
         for i in 0..2 * LINES {
             let tell = tell.clone();

@@ -11,12 +11,12 @@ const KEEP: usize = 64;
 /// A step, as the gradient buckets of one rank saw it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Step {
-    /// How many came before it.
+    /// How many steps came before this one.
     pub(crate) number: u64,
-    /// The operation of its first bucket. Those of the other buckets follow.
+    /// The number of its first bucket's operation. The numbers of the other buckets' operations follow.
     pub(crate) first: u64,
     pub(crate) buckets: u64,
-    /// When the step before it had ended: from then on the loop computed.
+    /// When the step before this one had ended: from then on the loop computed.
     pub(crate) began: Instant,
     /// When the loop began to wait for all gradients, and when it had them.
     pub(crate) called: Instant,

@@ -1,14 +1,15 @@
 //! A clock that costs next to nothing to read: every operation reads it when it ends.
 //!
-//! On x86-64 it is the processor's time-stamp counter, read by one instruction; the system's clock takes about forty. Ticks become times
-//! only when a record is written, by the system's clock at two points. Elsewhere it is the system's clock.
+//! On x86-64 it is the processor's time-stamp counter, which one instruction reads; to read the system's clock takes about forty. Ticks are
+//! converted to times only when somebody asks for a record, from two points at which both clocks were read. On other processors it is the
+//! system's clock.
 
 use std::time::{Duration, Instant};
 
 /// How often both clocks are read for one point.
 const READINGS: u32 = 8;
 
-/// A point in time, by the clock of the module.
+/// A point in time, by this module's clock.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Tick(u64);
 
@@ -27,7 +28,7 @@ impl Tick {
     }
 }
 
-/// One point by both clocks.
+/// One point in time, by this module's clock and by the system's.
 #[derive(Clone, Copy)]
 pub(super) struct Both {
     tick: Tick,
@@ -36,7 +37,7 @@ pub(super) struct Both {
 
 impl Both {
     pub(super) fn now() -> Both {
-        // Of several readings the one counts that took the fewest ticks: others may have been held up between the clocks.
+        // Of several readings the one that took the fewest ticks is taken: in the others the thread may have been held up between the clocks.
         let read = |_| {
             let (before, time, after) = (Tick::now().0, Instant::now(), Tick::now().0);
             let took = after.saturating_sub(before);
@@ -47,15 +48,17 @@ impl Both {
         best.1
     }
 
-    /// When `tick` was by the system's clock, found from this point, which is no later, and from now: no earlier than `least`. Where the
-    /// counter was set back meanwhile, as when a machine was moved, the answer is between the two all the same.
+    /// Gives a function that converts a tick, which must be no earlier than this point, to the system's time: by linear interpolation
+    /// between this point and now. The result is never before `least`, and never after now unless `least` is. That is so even if the
+    /// counter was set back meanwhile, as when a virtual machine was moved to another host.
     pub(super) fn times(self) -> impl Fn(Tick, Instant) -> Instant {
         let now = Both::now();
         let ticks = now.tick.0.saturating_sub(self.tick.0).max(1) as f64;
-        let each = (now.time - self.time).as_secs_f64() / ticks;
+        let elapsed = now.time - self.time;
+        let each = elapsed.as_secs_f64() / ticks;
         move |tick, least| {
-            let since = Duration::from_secs_f64(tick.0.saturating_sub(self.tick.0) as f64 * each);
-            (self.time + since).min(now.time).max(least)
+            let since = Duration::try_from_secs_f64(tick.0.saturating_sub(self.tick.0) as f64 * each);
+            (self.time + since.map_or(elapsed, |since| since.min(elapsed))).max(least)
         }
     }
 }
@@ -80,6 +83,9 @@ mod tests {
             let found = time(tick, start.time);
             assert!(found + slack >= before && found <= after + slack, "{before:?} {found:?} {after:?}");
         }
+        let set_back = Both { tick: Tick(1 << 60), time: start.time - Duration::from_secs(24 * 3600) };
+        let found = set_back.times()(Tick((1 << 60) + (1 << 58)), set_back.time);
+        assert!(found <= Instant::now(), "a counter that was set back gives no time to come");
         let (later, tick) = (Instant::now() + Duration::from_secs(1), start.tick);
         assert_eq!(time(tick, later), later, "it ended no earlier than it was submitted");
     }

@@ -1,7 +1,7 @@
 //! The thread that writes flight recorders. It is started when there is something to write, and ends when there is nothing
-//! more; what is asked for while it has not begun is written once.
+//! more. All requests of a rank that come before the thread begins the rank's file are met by that one file.
 //!
-//! Nobody waits for it but who ends a process, for a bounded time: a file system may hang.
+//! Only whoever drops the last handle of a world waits for the thread, and for a bounded time, as a file system may hang.
 
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -11,23 +11,24 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
+use super::log::LOG;
 use super::{FirstProcess, Recording};
 use crate::error::Error;
 
 /// The thread's name.
 const THREAD: &str = "allstream-trace";
-/// What one loss does to many communicators comes within this time, and goes into one file.
+/// How long the thread waits for further requests: one loss makes many communicators fail, and all of them go into one file.
 const SETTLE: Duration = Duration::from_millis(10);
 
 /// A rank with something to write.
 pub(crate) trait Recorded: Send + Sync {
-    /// What is to be written, for this cause if something has failed. Called on the writing thread.
+    /// What is to be written. `cause`: why, if it is because something has failed; the writing thread then calls this.
     fn recording(&self, cause: Option<&Error>) -> Recording;
 }
 
 struct Request {
     from: Weak<dyn Recorded>,
-    /// The first of those that came since the last file was begun.
+    /// The cause of the first request that came since the rank's last file was begun.
     cause: Error,
 }
 
@@ -36,20 +37,20 @@ struct State {
     /// There is a thread.
     runs: bool,
     thread: Option<ThreadId>,
-    /// Whose file it is at.
+    /// The rank whose file the thread is writing.
     at: Option<Weak<dyn Recorded>>,
-    /// Somebody waits for a file: it does not wait for more to come then.
+    /// Somebody waits for a file: the thread does not wait for further requests.
     hurried: bool,
 }
 
 impl State {
-    /// Whether something of a rank's is still to be written.
+    /// Whether a file of this rank is still to be written.
     fn concerns(&self, rank: &Weak<dyn Recorded>) -> bool {
         self.requests.iter().map(|r| &r.from).chain(&self.at).any(|from| from.ptr_eq(rank))
     }
 }
 
-/// What there is to write, and the thread that does.
+/// The files that are to be written, and the thread that writes them.
 pub(crate) struct Writer {
     state: Mutex<State>,
     changed: Condvar,
@@ -65,7 +66,7 @@ impl Writer {
         Writer { state: Mutex::new(state), changed: Condvar::new(), process: FirstProcess::new() }
     }
 
-    /// Has a rank's recorders written soon. Never blocks, and does no I/O.
+    /// Has a rank's recorders written soon. Does no I/O, except to log that the thread could not be started.
     pub(crate) fn request(&'static self, from: Weak<dyn Recorded>, cause: &Error) {
         if super::directory().is_none() || self.process.is_another() {
             return;
@@ -84,12 +85,12 @@ impl Writer {
             Err(error) => {
                 state.requests.clear();
                 drop(state);
-                tracing::warn!(%error, "the flight recorder could not be written: there is no thread for it");
+                LOG.warn(move || tracing::warn!(%error, "the flight recorder is not written: its thread could not be started"));
             }
         }
     }
 
-    /// Whether something of a rank's is still to be written. It is hurried then.
+    /// Whether a file of this rank is still to be written; if so, hurries the thread. `false` on the writing thread itself.
     pub(crate) fn is_behind(&self, rank: &Weak<dyn Recorded>) -> bool {
         if self.process.is_another() {
             return false;
@@ -103,7 +104,7 @@ impl Writer {
         behind
     }
 
-    /// Blocks until everything of a rank's is written, but not for longer than `patience`.
+    /// Blocks until this rank's files are written, but not for longer than `patience`.
     pub(crate) fn wait(&self, rank: &Weak<dyn Recorded>, patience: Duration) {
         let end = Instant::now() + patience;
         while self.is_behind(rank) {
@@ -122,11 +123,11 @@ impl Writer {
             while let Some(Request { from, cause }) = state.requests.pop_front() {
                 state.at = Some(from.clone());
                 drop(state);
-                // Whoever drops the last handle of a communicator meanwhile drops what it held here: somebody else's code.
+                // May panic: if the world's last handle is dropped meanwhile, the world is dropped here, and runs somebody else's code.
                 let _ = catch_unwind(AssertUnwindSafe(|| {
                     let recording = from.upgrade().map(|from| from.recording(Some(&cause)));
-                    // Nothing of the world is held while a file system may hang. Where it cannot be written, something else is
-                    // wrong already.
+                    // The world is no longer held here, as the file system may hang. If the file cannot be written, that is only
+                    // logged: a failure is being told already.
                     match recording.map(|recording| recording.write()) {
                         Some(Ok(Some(path))) => {
                             tracing::info!(path = %path.display(), "flight recorder written")
@@ -182,7 +183,7 @@ mod tests {
         let start = Instant::now();
         (0..1000).for_each(|_| OURS.request(weak.clone(), &cause));
         has_begun.recv_timeout(Duration::from_secs(10)).unwrap();
-        // It hangs from here on. What is asked for meanwhile is another file.
+        // The writer hangs from here on. What is asked for meanwhile goes into another file.
         (0..1000).for_each(|_| OURS.request(weak.clone(), &cause));
         OURS.wait(&weak, Duration::from_millis(50));
         assert!(start.elapsed() < Duration::from_secs(5), "somebody waited");

@@ -14,14 +14,14 @@ use crate::error::{Error, Failed};
 use crate::mem::{AnyBuf, Buf, Event};
 use crate::types::{DType, Rank, ReduceOp, bf16, f16};
 
-/// Gradients of fewer bytes are packed, as to copy them in and out takes less time than one more buffer in an `all_reduce_list`; compressed
-/// ones always are. On a CPU packing took less than half of the list's time at 4 KB, and up to 2.5 times as long at 128 KB
+/// Gradients of fewer bytes are packed, as copying them in and out takes less time than one more buffer in an `all_reduce_list`. Compressed
+/// gradients are always packed. On a CPU packing took less than half of the list's time at 4 KB, and up to 2.5 times as long at 128 KB
 /// (docs/bench/buckets.md). On a device this has not been measured.
 const PACKED_BELOW: usize = 64 << 10;
-/// Buckets of joined steps, the one that is being joined included, that may be in flight beside those of the next step.
+/// The most buckets of joined steps, the step that is being joined included, that may be in flight at a time.
 const MOST_AHEAD: usize = 256;
 
-/// What is on its way.
+/// The operation of a bucket that is in flight.
 enum Flight<B: Buf> {
     Nothing,
     /// One packed buffer.
@@ -35,14 +35,14 @@ enum Flight<B: Buf> {
 /// Gradients that were reduced where they lie, and packed ones.
 type Lists<B> = (Vec<B>, Vec<AnyBuf>);
 
-/// What has come back.
+/// The result of a bucket's operation.
 enum Landed<B: Buf> {
     Packed(Result<AnyBuf, Failed<AnyBuf>>),
     Single(Result<B, Failed<B>>),
     Several(Result<Lists<B>, Failed<Lists<B>>>),
 }
 
-/// Gradients, and of which parameter each is.
+/// Gradients, each with the number of its parameter.
 pub(super) type Placed<B> = Vec<(usize, B)>;
 
 /// A bucket that a stream waits for.
@@ -52,21 +52,21 @@ pub(super) struct Bucket<B: Buf> {
     /// Parameters whose gradients are reduced where they lie.
     singles: Vec<usize>,
     packs: Vec<Pack>,
-    /// Memory of the packs, in their order, while none of it is on its way. On a device it is allocated at a launch, and dropped when the
-    /// bucket has landed.
+    /// The packed buffers, in the order of `packs`, while no operation has them. On a device they are allocated at the launch, and
+    /// dropped when the bucket has landed.
     packed: Vec<AnyBuf>,
-    /// On a device: where it is, also while it is on its way.
+    /// On a device: where each packed buffer is, also while an operation has it.
     places: Vec<PackedAt>,
     /// Whether its gradients are on a device.
     on_device: bool,
     /// Kept between steps, so that a list of gradients needs no new vector.
     list: Vec<B>,
     flight: Flight<B>,
-    /// How many parameters are in it, and bytes of their gradients.
+    /// How many parameters are in the bucket, and how many bytes their gradients have.
     shape: (usize, usize),
-    /// Parameters of it that have no gradient yet in this step.
+    /// How many of its parameters have no gradient yet in this step.
     missing: usize,
-    /// Of one that is sharded: how many elements of its one buffer each rank owns, one rank's behind the other's.
+    /// If the bucket is sharded: how many elements of its one buffer each rank owns. Rank 0's come first, then rank 1's, and so on.
     counts: Vec<usize>,
 }
 
@@ -107,12 +107,12 @@ impl<B: Buf> Bucket<B> {
         self.singles.iter().copied().chain(packed)
     }
 
-    /// How many parameters are in it, and bytes of their gradients.
+    /// How many parameters are in the bucket, and how many bytes their gradients have.
     pub(super) fn shape(&self) -> (usize, usize) {
         self.shape
     }
 
-    /// Before a step: nothing is there.
+    /// Before a step: no gradient is there yet.
     pub(super) fn empty(&mut self) {
         self.missing = self.shape.0;
     }
@@ -126,13 +126,13 @@ impl<B: Buf> Bucket<B> {
         self.missing == 0
     }
 
-    /// Whether a bucket that is sharded, so of one buffer, takes this parameter, too.
+    /// Whether a sharded bucket, which must stay one buffer, can take this parameter, too.
     fn takes(&self, param: &Param) -> bool {
         let is_small = param.bytes() < PACKED_BELOW;
         self.singles.is_empty() && is_small && self.packs.iter().all(|pack| pack.dtype == param.dtype())
     }
 
-    /// Divides its one buffer among so many ranks, as evenly as can be.
+    /// Divides the bucket's one buffer among so many ranks, as evenly as possible.
     fn divide(&mut self, ranks: usize, layout: &[Param]) {
         let packed = self.packs.iter().map(|pack| pack.len);
         let len: usize = packed.chain(self.singles.iter().map(|i| layout[*i].len())).sum();
@@ -149,7 +149,7 @@ impl<B: Buf> Bucket<B> {
         within(begin)..within(end)
     }
 
-    /// Copies those of these buffers that are packed into the packed buffers. `residuals`: what rounding has taken from each parameter.
+    /// Copies those of `bufs` that are packed into the packed buffers. `residuals`: what rounding has taken from each parameter's gradient.
     fn pack(&mut self, bufs: &mut [Option<B>], residuals: &mut [Vec<f32>]) -> Result<(), Error> {
         if !self.on_device {
             let mut packs = self.packs.iter().zip(&mut self.packed);
@@ -163,7 +163,7 @@ impl<B: Buf> Bucket<B> {
         Ok(())
     }
 
-    /// Copies them back. A packed buffer on a device is then freed, in the order of its stream.
+    /// Copies the packed buffers back into `bufs`. A packed buffer on a device is then freed, in the order of its stream.
     fn unpack(&mut self, bufs: &mut [Option<B>]) -> Result<(), Error> {
         if !self.on_device {
             let mut packs = self.packs.iter().zip(&mut self.packed);
@@ -186,7 +186,7 @@ impl<B: Buf> Bucket<B> {
         Ok(())
     }
 
-    /// Memory of a device is kept for as long as an operation has it, and no longer.
+    /// Frees the packed buffers on a device: they are not kept between operations.
     fn clear(&mut self) {
         if self.on_device {
             self.packed.clear();
@@ -194,7 +194,7 @@ impl<B: Buf> Bucket<B> {
         }
     }
 
-    /// Packs what is to be packed, and submits all.
+    /// Packs the gradients that are to be packed, and submits the bucket's operation.
     pub(super) fn launch(
         &mut self,
         comm: &mut Comm,
@@ -230,7 +230,7 @@ impl<B: Buf> Bucket<B> {
         Ok(())
     }
 
-    /// Of a bucket that is sharded: submits the gathering of what each rank owns of these weights.
+    /// For a sharded bucket: submits the operation that gathers from each rank the elements of these weights that the rank owns.
     pub(super) fn gather(&mut self, comm: &mut Comm, weights: &mut [Option<B>]) -> Result<(), Error> {
         self.pack(weights, &mut []).inspect_err(|_| self.clear())?;
         self.flight = match self.singles[..] {
@@ -246,7 +246,7 @@ impl<B: Buf> Bucket<B> {
         Ok(())
     }
 
-    /// The caller computes now: nobody polls what is on its way before the step is finished.
+    /// Leaves the operation in flight to the progress thread: the caller computes now, and does not poll it before it finishes the step.
     pub(super) fn leave_to_progress_thread(&self) {
         match &self.flight {
             Flight::Nothing => {}
@@ -256,9 +256,9 @@ impl<B: Buf> Bucket<B> {
         }
     }
 
-    /// Waits for it, and puts gradients back in their places: on failure those that came back, as they are.
+    /// Waits for the operation in flight, and puts the gradients back in their places: on failure those that came back, as they are.
     ///
-    /// Cancel safe: what is on its way is awaited again by the next call.
+    /// Cancel safe: the next call waits for the same operation again.
     pub(super) async fn land(&mut self, grads: &mut [Option<B>]) -> Result<(), Error> {
         let landed = match &mut self.flight {
             Flight::Nothing => return Ok(()),
@@ -270,7 +270,7 @@ impl<B: Buf> Bucket<B> {
         self.settle(landed, grads)
     }
 
-    /// The same for a thread that blocks.
+    /// As [`land`](Self::land), but blocks the thread.
     pub(super) fn land_here(&mut self, grads: &mut [Option<B>]) -> Result<(), Error> {
         let landed = match std::mem::replace(&mut self.flight, Flight::Nothing) {
             Flight::Nothing => return Ok(()),
@@ -310,8 +310,8 @@ impl<B: Buf> Bucket<B> {
         }
     }
 
-    /// Makes `stream` wait for the bucket in place of the caller. `None`: nothing is on its way, or the host has to copy packed gradients
-    /// back. On a device `stream` copies them back, and they stay in `grads`.
+    /// Makes `stream` wait for the bucket in place of the caller. `None`: no operation is in flight, or the host has to copy packed
+    /// gradients back. Packed gradients on a device stay in `grads`, and `stream` copies them back.
     pub(super) fn join(&mut self, stream: &DeviceStream, grads: &mut [Option<B>]) -> Option<JoinedBucket<B>> {
         if !self.packs.is_empty() && !self.on_device {
             return None;
@@ -324,7 +324,7 @@ impl<B: Buf> Bucket<B> {
         }
     }
 
-    /// Makes a stream wait for a work that has these gradients and packed buffers.
+    /// Makes a stream wait for the bucket's operation. `lists` divides the operation's buffers into gradients and packed ones.
     fn joined<T: Send + 'static>(
         &mut self,
         work: Work<T>,
@@ -338,7 +338,7 @@ impl<B: Buf> Bucket<B> {
             Ok(ordered) => ordered,
             Err(Failed { buf, error }) => return Err(Failed { buf: buf.map(place), error }),
         };
-        // Also if one fails, the others stay until it is known that their kernels are over.
+        // Also if a later pack fails, those before it are kept here until it is known that their kernels are over.
         let mut emptied: Vec<Emptied> = Vec::with_capacity(places.len());
         let mut packs = self.packs.iter().zip(places);
         let mut copied = packs.try_for_each(|(pack, packed)| {
@@ -346,8 +346,8 @@ impl<B: Buf> Bucket<B> {
             Ok(())
         });
         let others = || emptied.iter().flat_map(Emptied::streams).filter(|other| !is_same(other, stream));
-        // Where a waiting stream could keep another rank's part of this operation from its device, the host waits instead. It also waits where
-        // no device runs the operation, as the host may use the result at once then.
+        // If a waiting stream could keep another rank's part of this operation from its device, the host waits instead. The host also waits
+        // if no device runs the operation, as the host may then use the result at once.
         let is_waited_for_here =
             copied.is_err() || !self.packs.is_empty() && !ordered.is_awaited_by_all(others());
         if is_waited_for_here {
@@ -359,7 +359,7 @@ impl<B: Buf> Bucket<B> {
         }
         if let Err(error) = copied {
             let (buf, _) = parts(ordered.wait());
-            // Some gradients may be being copied back. Where nobody can tell when that is over, all that the copies touch is leaked.
+            // Some gradients may still be copied back. If nobody can tell when the copies are over, all that they touch is leaked.
             let buf = match stream.synchronize() {
                 Ok(()) => buf,
                 Err(_) => {
@@ -379,13 +379,13 @@ impl<B: Buf> Bucket<B> {
         }))
     }
 
-    /// What it packs in, which on a device is made when it is launched.
+    /// Allocates the packed buffers; on a device none, as there each launch allocates them.
     fn memory(&self, memory: impl Fn(DType, usize) -> Result<AnyBuf, Error>) -> Result<Vec<AnyBuf>, Error> {
         let packs = self.packs.iter().filter(|_| !self.on_device);
         packs.map(|pack| memory(pack.wire, pack.len)).collect()
     }
 
-    /// Another one of the same parameters, of which nothing is there, with memory of its own.
+    /// A new bucket of the same parameters, with packed buffers of its own and without gradients.
     pub(super) fn twin(
         &self,
         memory: impl Fn(DType, usize) -> Result<AnyBuf, Error>,
@@ -411,7 +411,7 @@ pub(super) struct BucketSet<B: Buf> {
     pub(super) buckets: Vec<Bucket<B>>,
     /// The bucket of each parameter.
     pub(super) places: Vec<usize>,
-    /// Others of the same parameters, free for a next step, while a host's stream still has those of joined steps.
+    /// More sets of buckets of the same parameters, free for a next step while a host stream still has the sets of joined steps.
     pub(super) spare: Arc<Mutex<Vec<Vec<Bucket<B>>>>>,
     /// For each joined step that may not be over: how many buckets it has, and the event of its end.
     pub(super) ahead: VecDeque<(usize, Event)>,
@@ -423,7 +423,7 @@ impl<B: Buf> BucketSet<B> {
         BucketSet { buckets, places, spare: Arc::default(), ahead: VecDeque::new() }
     }
 
-    /// Forms all anew, with the parameters in this order.
+    /// Forms all buckets anew, with the parameters in this order.
     pub(super) fn form(
         &mut self,
         (layout, options): (&[Param], &Options),
@@ -439,7 +439,7 @@ impl<B: Buf> BucketSet<B> {
         Ok(())
     }
 
-    /// Sees to it that there are buckets for the next step, while a stream has those of this one.
+    /// Makes a spare set of buckets for the next step, unless there is one: a stream keeps those of this step.
     pub(super) fn make_spare(&mut self, comm: &Comm) -> Result<(), Error> {
         if self.spare.lock().is_empty() {
             let memory = |dtype, len| packed(comm, dtype, len);
@@ -449,13 +449,13 @@ impl<B: Buf> BucketSet<B> {
         Ok(())
     }
 
-    /// Waits for joined steps while those that are not over have too many buckets, this step's included.
+    /// Waits for joined steps, the oldest first, while the unfinished ones and this step have more than [`MOST_AHEAD`] buckets.
     pub(super) fn wait_for_joined(&mut self) {
         self.ahead.retain(|(_, over)| !over.is_complete());
         while self.ahead.iter().map(|(buckets, _)| buckets).sum::<usize>() + self.buckets.len() > MOST_AHEAD
             && let Some((_, over)) = self.ahead.pop_front()
         {
-            // How it ended is for who awaits it.
+            // Whoever awaits that step gets its error.
             let _ = over.wait();
         }
     }
@@ -496,8 +496,8 @@ fn form<B: Buf>(
     Ok(buckets)
 }
 
-/// Memory for packed gradients: such as the other ranks of this host read where it lies, if there is room and for the types that most
-/// gradients have.
+/// Memory for packed gradients. For the types that most gradients have, and while there is room, it is memory that the other ranks of
+/// this host read in place.
 fn packed(comm: &Comm, dtype: DType, len: usize) -> Result<AnyBuf, Error> {
     let shared = match dtype {
         DType::F32 => comm.alloc::<f32>(len).map(AnyBuf::new),

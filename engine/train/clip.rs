@@ -5,14 +5,14 @@ use std::ops::Range;
 use crate::error::Error;
 use crate::mem::{Buf, elements};
 
-/// Scales all gradients by one factor where their norm (the root of the sum of the squares of all their elements) is more than `most`, so
-/// that it is `most` then. Gives the norm that they had.
+/// Scales all gradients by one factor if their norm (the root of the sum of the squares of all their elements) is more than `most`, so
+/// that the norm becomes `most`. Returns the norm before that.
 ///
-/// Nothing is sent: gradients that were reduced have the same bits on all ranks, and so has what comes of them. Computed in `f64`.
+/// Nothing is sent: reduced gradients have the same bits on all ranks, and so have the norm and the scaled ones. Computed in `f64`.
 ///
-/// **Not for sharded buckets.** Of those each rank has the mean of its own part only, and other numbers beside it, which this function cannot
-/// know: its norm would mean nothing, and be another one on each rank. [`Buckets::clip_norm`](super::Buckets::clip_norm) knows, and is right
-/// for both kinds.
+/// **Not for sharded buckets.** There each rank has the mean of its own part only, and other numbers elsewhere. This function cannot tell them
+/// apart: its norm would mean nothing, and differ from rank to rank. [`Buckets::clip_norm`](super::Buckets::clip_norm) can, and is right for
+/// both kinds of buckets.
 ///
 /// ```
 /// let mut grads = [vec![3.0f32, 0.0], vec![4.0f32]];
@@ -22,8 +22,8 @@ use crate::mem::{Buf, elements};
 /// ```
 ///
 /// # Errors
-/// [`Error::Invalid`], and nothing is changed, on all ranks alike: a gradient with a NaN or an infinity, which is named by its number in
-/// `grads`; one of integers, or on a device; a limit that is not positive and finite.
+/// [`Error::Invalid`], and nothing is changed: a gradient has a NaN or an infinity (the error gives its number in `grads`), is of integers or
+/// on a device, or the limit is not positive and finite. For reduced gradients and one limit it is the same on all ranks.
 pub fn clip_norm<B: Buf>(grads: &mut [B], most: f64) -> Result<f64, Error> {
     check_limit(most)?;
     let squares = grads.iter_mut().enumerate().map(|(i, grad)| {
@@ -62,15 +62,17 @@ pub(super) fn squares<B: Buf>(i: usize, grad: &mut B, range: Range<usize>) -> Re
 /// The norm of all gradients, from the sums of the squares of each.
 pub(super) fn norm(squares: &[f64]) -> Result<f64, Error> {
     match squares.iter().position(|squares| !squares.is_finite()) {
-        None => Ok(squares.iter().sum::<f64>().sqrt()),
+        None => Some(squares.iter().sum::<f64>().sqrt()).filter(|norm| norm.is_finite()).ok_or_else(|| {
+            invalid("the squares of all gradients together are too large for f64; skip this step".into())
+        }),
         Some(i) => Err(invalid(format!(
-            "the squares of gradient {i} add up to {}: it has elements that are no finite numbers, or too large ones; skip this step",
+            "the squares of gradient {i} add up to {}: it has a NaN, an infinity, or elements whose squares are too large for f64; skip this step",
             squares[i]
         ))),
     }
 }
 
-/// Scales elements of a gradient whose [`squares`] are known: they are floats on the host, so that it cannot fail.
+/// Scales elements of a gradient for which [`squares`] has succeeded: they are floats on the host, so this cannot fail.
 pub(super) fn scale<B: Buf>(grad: &mut B, range: Range<usize>, factor: f64) {
     let _ = elements::scale(grad, range, factor);
 }

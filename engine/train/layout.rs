@@ -6,9 +6,9 @@ use crate::types::{DType, Element, Rank, ReduceOp};
 
 /// The most bytes of a bucket whose size was not given, as in PyTorch's DistributedDataParallel.
 const MOST: usize = 25 << 20;
-/// The fewest, and the bytes of the first bucket.
+/// The fewest bytes of such a bucket, and the default bytes of the first bucket.
 const FEWEST: usize = 1 << 20;
-/// How many buckets the gradients of a model fill whose buckets are between these two. What no overlap can hide is the last of them.
+/// How many buckets all gradients fill, if that gives a size between these two. No overlap can hide the last bucket.
 const PARTS: usize = 8;
 
 /// A parameter, as the layout of a model has it: the type and the number of the elements of its gradient, and whether that is on a device.
@@ -25,13 +25,13 @@ impl Param {
         Param { dtype, len, on_device: false }
     }
 
-    /// The same, of a type that the program knows.
+    /// A parameter whose gradient has `len` elements of type `T`, in memory of the host.
     pub fn of<T: Element>(len: usize) -> Param {
         Param::new(T::DTYPE, len)
     }
 
-    /// The same in memory of a device, a [`DeviceBuf`](crate::cuda::DeviceBuf), whose stream the reduction starts after. Such gradients are
-    /// neither compressed nor accumulated here.
+    /// The same with the gradient in memory of a device, a [`DeviceBuf`](crate::cuda::DeviceBuf). The reduction starts after what is on that
+    /// buffer's stream. Such gradients are not compressed, and cannot be [accumulated](super::Buckets::accumulate).
     pub fn on_device(mut self) -> Param {
         self.on_device = true;
         self
@@ -53,7 +53,7 @@ impl Param {
         self.len
     }
 
-    /// Whether options that compress concern it.
+    /// Whether its gradient is compressed if the options say so.
     pub(super) fn is_compressed(&self) -> bool {
         self.dtype == DType::F32 && !self.on_device
     }
@@ -69,7 +69,7 @@ impl std::fmt::Display for Param {
     }
 }
 
-/// How [`Buckets`](super::Buckets) reduce. The same on all ranks, which is compared.
+/// How [`Buckets`](super::Buckets) reduce. All ranks must give the same options, which are compared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use = "options do nothing before they are given to Buckets::with"]
 pub struct Options {
@@ -94,8 +94,8 @@ impl Default for Options {
 }
 
 impl Options {
-    /// A bucket is full when it has so many bytes. By default it is an eighth of all gradients, at least 1 MB and at most 25 MB. Larger ones cost
-    /// less in all, smaller ones begin earlier, and the last one begins when computing ends.
+    /// A bucket is full when it has so many bytes: by default an eighth of all gradients, at least 1 MB and at most 25 MB. Larger buckets cost
+    /// less in all. Smaller ones begin earlier, and leave less for the last bucket, which begins only when computing ends.
     pub fn bucket_bytes(mut self, bytes: usize) -> Options {
         self.bucket_bytes = Some(bytes);
         self
@@ -109,7 +109,7 @@ impl Options {
         })
     }
 
-    /// The same for the first bucket (default: 1 MB): communication begins when it is full.
+    /// How many bytes fill the first bucket (default: 1 MB): communication begins when it is full.
     pub fn first_bucket_bytes(mut self, bytes: usize) -> Options {
         self.first_bucket_bytes = bytes;
         self
@@ -129,9 +129,9 @@ impl Options {
     }
 
     /// Gradients of `f32` are rounded to this type of 16 bits, [`DType::BF16`] or [`DType::F16`], before they are sent and reduced: half as many
-    /// bytes. What rounding takes from a gradient is added to that of the next step (error feedback), for which each rank keeps as much memory as
-    /// the gradients have. The sums of the ranks are rounded, too, and of those nothing is kept. Numbers too large for the type become infinite:
-    /// `BF16` has the range of `f32`.
+    /// bytes. What rounding takes from a gradient is added to the gradient of the next step (error feedback); for this each rank keeps as much
+    /// memory as the gradients have. The sums over ranks are rounded, too, and what that takes is lost. Numbers too large for the type become
+    /// infinite; `BF16` has the range of `f32`.
     ///
     /// Other types are sent as they are. Not for [sharded](Self::sharded) buckets.
     pub fn compress(mut self, wire: DType) -> Options {
@@ -139,14 +139,14 @@ impl Options {
         self
     }
 
-    /// The sum over ranks in place of their mean.
+    /// Gives the sum over ranks in place of the mean.
     pub fn sum(mut self) -> Options {
         self.op = ReduceOp::Sum;
         self
     }
 }
 
-/// What ranks compare: numbers, the first few of which have names.
+/// Ranks compare lists of numbers. These are the names of the first ones; two for each parameter follow.
 const NAMES: [&str; 6] = [
     "number of parameters",
     "bucket_bytes",
@@ -166,16 +166,16 @@ fn words(layout: &[Param], options: &Options) -> Vec<u64> {
     head.into_iter().map(|word| word as u64).chain(params).collect()
 }
 
-/// Added to the number of a parameter's type.
+/// Added to the number of a parameter's type if its gradient is on a device.
 const ON_DEVICE: u64 = 1 << 8;
 
-/// A rank that has no such number.
+/// Stands for a number that a rank's list does not have.
 const NONE: u64 = u64::MAX;
 
-/// A number that was not given.
+/// Stands for an option that was not given.
 const DEFAULT: u64 = u64::MAX - 1;
 
-/// The first number that is not rank 0's, and what this rank has there: one number, or the two of a parameter.
+/// The place of the first number that differs from rank 0's, and this rank's two numbers from there on (of a parameter: type and length).
 fn difference(ours: &[u64], theirs: &[u64]) -> [u64; 3] {
     let Some(at) = (0..ours.len().max(theirs.len())).find(|i| ours.get(*i) != theirs.get(*i)) else {
         return [NONE; 3];
@@ -185,7 +185,7 @@ fn difference(ours: &[u64], theirs: &[u64]) -> [u64; 3] {
     [at as u64, word(at), word(at + 1)]
 }
 
-/// In words for a person: rank `peer` has something else than rank 0.
+/// Tells a person what rank `peer` has that differs from what rank 0 has (`theirs`).
 fn disagreement(peer: &str, rank_0: &str, [at, one, two]: [u64; 3], theirs: &[u64]) -> String {
     let at = at as usize;
     let (what, ours, theirs) = match NAMES.get(at) {
@@ -213,7 +213,7 @@ fn disagreement(peer: &str, rank_0: &str, [at, one, two]: [u64; 3], theirs: &[u6
     )
 }
 
-/// Compares layout and options between all ranks, and looks whether they can be used. All ranks get the same verdict.
+/// Compares layout and options between all ranks, and checks that they can be used. All ranks get the same result.
 pub(super) async fn agree(comm: &mut Comm, layout: &[Param], options: &Options) -> Result<(), Error> {
     let ours = words(layout, options);
     let bytes = ours.iter().flat_map(|word| word.to_le_bytes()).collect();

@@ -25,17 +25,17 @@
 //!    nothing has happened. Else `Buckets` owns it, and its bucket waits for one gradient less.
 //! 2. **Launch.** Buckets are submitted in one order on all ranks, each as soon as all its gradients are there and all buckets before it
 //!    have been submitted. Gradients of less than 64 KB, and all that are compressed, are copied into a contiguous buffer for each element
-//!    type, which a bucket on the host keeps from step to step; the others are reduced where they lie. A bucket that is one buffer then is
-//!    an `all_reduce` (sharded: a `reduce_scatter`), any other an `all_reduce_list`: one operation either way. `Buckets` has a communicator
-//!    of its own (a [`dup`](crate::SharedComm::dup)), because the collectives of one communicator run one after another: so nothing that
-//!    the loop calls waits for buckets, nor they for it.
+//!    type, which a bucket on the host keeps from step to step; the others are reduced where they lie. A bucket that then is one buffer is
+//!    reduced by an `all_reduce` (sharded: a `reduce_scatter`), any other by an `all_reduce_list`: one operation either way. The collectives
+//!    of one communicator run one after another. So `Buckets` has a communicator of its own (a [`dup`](crate::SharedComm::dup)): no
+//!    collective of the loop waits for a bucket, and no bucket for a collective of the loop.
 //! 3. **Finish.** Buckets are awaited in their order, packed gradients are copied back to where they came from, and all buffers are
-//!    given back in the order of the layout. On failure all that can be had come back with the error.
+//!    given back in the order of the layout. On failure all gradients that can be had come back with the error.
 //!
 //! # An optimizer whose state is divided among the ranks
 //! With [`Options::sharded`] (ZeRO stage 1) each rank gets the mean of its own part of the gradients only, updates that part of the weights with
-//! the optimizer's state of that part, and [`Buckets::gather`] gives all weights to all ranks. As much is sent as by `all_reduce`, and of
-//! n ranks each keeps the state of one n-th of the weights, and updates that.
+//! the optimizer's state of that part, and [`Buckets::gather`] gives all weights to all ranks. This sends as much as `all_reduce`. Each of
+//! n ranks updates one n-th of the weights, and keeps the optimizer's state of that part only.
 //!
 //! ```
 //! use allstream::train::{Buckets, Options, Param};
@@ -67,30 +67,30 @@
 //! ```
 //!
 //! # Where the time goes
-//! [`Buckets::report`] says of the last step how long it computed, how long its buckets took, and how much of that was exposed: the loop waited
-//! for it. `allstream trace --overlap` says so of the last steps of all ranks, and `allstream trace --perfetto` draws them.
+//! [`Buckets::report`] says of the last step how long it computed, how long its buckets took, and how long the loop waited for them (*exposed*).
+//! `allstream trace --overlap` says the same of the last steps of all ranks, and `allstream trace --perfetto` draws them.
 //!
 //! # Which gradients share a bucket
-//! The first step takes the parameters in the layout's order from its end, which is roughly how backward passes go. At its end all ranks
-//! take the order in which rank 0 has pushed, and buckets are formed anew by that (not where they are sharded). A step whose order is another
-//! is as right as any; its buckets may be launched later. A bucket takes parameters until it has an eighth of all gradients, at least 1 MB and
-//! at most 25 MB ([`Options::bucket_bytes`]); the first has 1 MB, so that communication begins early.
+//! In the first step buckets take the parameters from the layout's end to its beginning, which is roughly how backward passes go. When that step
+//! ends, all ranks learn the order in which rank 0 has pushed, and form the buckets anew by it (unless they are sharded). The results of a step
+//! in another order are as right, but its buckets may be launched later. A bucket takes parameters until it has an eighth of all gradients, at
+//! least 1 MB and at most 25 MB ([`Options::bucket_bytes`]); the first has 1 MB, so that communication begins early.
 //!
 //! # Gradients on devices
-//! [`Param::on_device`] declares that a parameter's gradient is on a device. Such gradients share no bucket with those of the host; all of
-//! a rank are on one device. A kernel packs the small ones when their bucket is launched, behind what their streams hold, and another one
-//! copies them back: `finish` returns when all buckets are reduced, and gives gradients back in the order of their streams, where that copy
-//! may still be under way.
+//! [`Param::on_device`] declares that a parameter's gradient is on a device. Such gradients share no bucket with those on the host,
+//! and all of a rank's are on one device. When a bucket is launched, a kernel packs its small gradients, behind what their streams hold; after
+//! the reduction another kernel copies them back. `finish` returns when all buckets are reduced. The copies back may still be under way then, in
+//! the order of the gradients' streams.
 //!
-//! Where the communicator that [`Buckets::new`] was given is bound to devices ([`Comm::bind_device`](crate::Comm::bind_device), or
-//! [`bind_nccl`](crate::Comm::bind_nccl)), the buckets' own is bound in the same way, and the devices reduce the buckets; else they are staged
-//! through the host's memory. NCCL wants one order of all collectives on a device: there all ranks make the loop's own collectives on device
-//! buffers at the same place among their pushes, best between two steps.
+//! If the communicator that [`Buckets::new`] was given is bound to devices ([`Comm::bind_device`](crate::Comm::bind_device), or
+//! [`bind_nccl`](crate::Comm::bind_nccl)), the buckets' own communicator is bound in the same way, and the devices reduce the buckets. Else the
+//! buckets are staged through the host's memory. NCCL needs one order of all collectives on a device: so all ranks must make the loop's own
+//! collectives on device buffers at the same place among their pushes, best between two steps.
 //!
 //! # What allocates
-//! On the host a step that `finish` ends allocates nothing once the order is learnt, if each bucket is one buffer: all of its gradients are
-//! packed into that, or it has a single gradient. A bucket of several buffers costs what an `all_reduce_list` costs: a few small vectors.
-//! On a device a bucket that packs takes memory of the pool and a few small vectors in each step.
+//! Once the order is learnt, a step on the host that `finish` ends allocates nothing if each bucket is one buffer: all of its gradients are
+//! packed, or it has a single one. A bucket of several buffers allocates what an `all_reduce_list` does: a few small vectors. On a device a
+//! bucket with packed gradients takes memory of the pool and a few small vectors in each step.
 
 mod bucket;
 mod buckets;

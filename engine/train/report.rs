@@ -15,22 +15,22 @@ use crate::trace::{Recorder, Step};
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct Report {
-    /// How many steps of these buckets came before it.
+    /// How many steps of these buckets came before this one.
     pub step: u64,
     /// From the end of the step before until `finish` was called: the loop computed, or did something else.
     #[serde(rename = "compute_us", serialize_with = "us")]
     pub compute: Duration,
-    /// What the buckets took, each from when its reduction began on this rank until it had ended here. A rank that waits for others counts it
-    /// here.
+    /// The sum of what the buckets took, each from when its reduction began on this rank until it had ended here. This includes the time in
+    /// which the rank waited for others.
     #[serde(rename = "communication_us", serialize_with = "us")]
     pub communication: Duration,
-    /// The part of that before `finish` was called: the loop computed meanwhile.
+    /// The part of `communication` before `finish` was called: the loop computed meanwhile.
     #[serde(rename = "hidden_us", serialize_with = "us")]
     pub hidden: Duration,
     /// From the call of `finish` until all gradients were back: the loop waited.
     #[serde(rename = "exposed_us", serialize_with = "us")]
     pub exposed: Duration,
-    /// Each bucket, in the order in which they were launched: those that the flight recorder still knows, of the last 256 operations.
+    /// The buckets, in the order in which they were launched. Only the last 256 operations are known: buckets before these are missing.
     pub buckets: Vec<BucketReport>,
 }
 
@@ -42,16 +42,16 @@ pub struct BucketReport {
     pub params: usize,
     /// Bytes of their gradients.
     pub bytes: usize,
-    /// When its last gradient was there, and it was submitted.
+    /// When it was submitted: all its gradients were there, and the buckets before it were submitted.
     #[serde(rename = "submitted_us", serialize_with = "us")]
     pub submitted: Duration,
     /// When its reduction began.
     #[serde(rename = "started_us", serialize_with = "us")]
     pub started: Duration,
-    /// When that had ended.
+    /// When its reduction had ended.
     #[serde(rename = "finished_us", serialize_with = "us")]
     pub finished: Duration,
-    /// How much of that was before `finish` was called.
+    /// How much of its reduction was before `finish` was called.
     #[serde(rename = "hidden_us", serialize_with = "us")]
     pub hidden: Duration,
 }

@@ -1,10 +1,10 @@
-//! The tuner: which algorithm is the fastest here, as measured and as predicted.
+//! The tuner's table: how long each algorithm takes on this machine, as measured and as predicted.
 //!
-//! `allstream tune` measures each class of links and writes a [`Table`]: the [`Figures`] of each class, and for each
-//! collective, number of ranks and size the time by each algorithm, measured where there were so many ranks and
-//! predicted ([`sim::predict`](crate::sim::predict)) where there were not. Rank 0 reads it when a world forms, and what it chooses is every rank's.
-//! Nothing is measured when ranks connect: which algorithm is taken, and so the last bits of a sum, do not change from
-//! run to run. Without a table the rules of [`choose`](crate::plan::choose()) choose.
+//! `allstream tune` measures each class of links and writes a [`Table`] with the [`Figures`] of each class and, for each collective,
+//! number of ranks and size, the time that each algorithm takes: as predicted ([`sim::predict`](crate::sim::predict)) and, for the
+//! numbers of ranks that were run, as measured. When a world forms, rank 0 reads the table, and all ranks follow rank 0's choices.
+//! Nothing is measured when ranks connect, so the choice of an algorithm, and with it the last bits of a sum, does not change from
+//! run to run. Without a table the rules of [`choose`](crate::plan::choose()) decide.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -22,28 +22,28 @@ use crate::types::{Algo, Kind};
 
 pub use crate::plan::choices::{Choices, GroupShape, LinkClass};
 
-/// What a table's files say of their form.
+/// The version of the file format, which each file states.
 pub const FORMAT: u32 = 1;
-/// The longest file that is read.
+/// The most bytes that a table's file may have.
 const LONGEST: u64 = 4 << 20;
-/// How much faster than the rules' choice an algorithm must be measured to be chosen instead. Less is noise: on a machine that
-/// others use, medians of one run are often that far from those of the next, and a table that follows them is worse than the
-/// rules.
+/// An algorithm is chosen instead of the rules' choice only if the rules' choice takes longer by more than this factor, as measured.
+/// A smaller difference is noise: on a shared machine the medians of two runs often differ by as much, and a table that follows
+/// noise is worse than the rules.
 pub const MARGIN: f64 = 1.15;
-/// The same of what was only predicted: predictions were within a factor of 2 in three rows of four (docs/bench/tuning.md).
+/// The same factor for times that are only predicted: three of four predictions were within a factor of 2 (docs/bench/tuning.md).
 pub const PREDICTED_MARGIN: f64 = 2.0;
-/// Names the file, or says `off`.
+/// The environment variable that names the table's file; `off` or `0`: no table is used.
 pub const VARIABLE: &str = "ALLSTREAM_TUNING";
 
-/// What a class of links was measured to be like, between so many ranks.
+/// What was measured of a class of links, between a given number of ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Figures {
-    /// Between what ranks.
+    /// The class of links, and the number of hosts and of ranks.
     #[serde(flatten)]
     pub group: GroupShape,
-    /// Cores of a host: where its ranks are more, they share them.
+    /// Cores of a host. If it has more ranks than cores, the ranks share the cores.
     pub cores: usize,
-    /// Microseconds from rank to rank, for the first byte, beside the work at both ends.
+    /// Microseconds that the first byte takes from rank to rank, without the work at both ends.
     pub latency_us: f64,
     /// Microseconds of work for a frame, at each end.
     pub frame_us: f64,
@@ -53,7 +53,7 @@ pub struct Figures {
     pub memory: f64,
 }
 
-/// A time by an algorithm.
+/// The time that an algorithm takes.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct TimeBy {
     /// The algorithm.
@@ -66,7 +66,7 @@ pub struct TimeBy {
 /// One collective at one size.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Row {
-    /// Of what group.
+    /// The shape of the group.
     #[serde(flatten)]
     pub group: GroupShape,
     /// The collective.
@@ -74,16 +74,16 @@ pub struct Row {
     pub collective: Kind,
     /// Bytes of a rank's largest buffer, as `allstream perf` counts them.
     pub bytes: u64,
-    /// By the model.
+    /// The times that the simulator predicts.
     #[serde(default)]
     pub predicted: Vec<TimeBy>,
-    /// Medians. Empty: not measured.
+    /// Medians of the measured times. Empty: not measured.
     #[serde(default)]
     pub measured: Vec<TimeBy>,
 }
 
 impl Row {
-    /// What the rules choose, that is without a table.
+    /// The algorithm that the rules choose, as they do without a table.
     pub fn rule(&self) -> Algo {
         let GroupShape { link, hosts, ranks } = self.group;
         let one_host = kinds::of(link).is_some_and(|kind| kind.lends != Lends::Nothing);
@@ -95,19 +95,20 @@ impl Row {
 /// What `allstream tune` found.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Table {
-    /// [`FORMAT`].
+    /// The file's format: [`FORMAT`].
     pub format: u32,
-    /// By what, when and where it was made last, for people.
+    /// What made the table last, when and where, as text for people.
     #[serde(default)]
     pub made: String,
-    /// Of each class.
+    /// The figures of each class of links.
     pub figures: Vec<Figures>,
-    /// Of each collective.
+    /// The times, one row for each group, collective and size.
     pub rows: Vec<Row>,
 }
 
 impl Table {
-    /// Takes in a newer table's figures and rows, in the place of those it has again.
+    /// Adds a newer table's figures and rows. They replace this table's of the same group, collective and size, except that a row with
+    /// measured times stays if the newer one has none.
     pub fn merge(&mut self, newer: Table) {
         let mut figures: BTreeMap<GroupShape, Figures> =
             self.figures.drain(..).map(|f| (f.group, f)).collect();
@@ -116,7 +117,7 @@ impl Table {
         let key = |row: &Row| (row.group, row.collective as u8, row.bytes);
         let mut rows: BTreeMap<_, Row> = self.rows.drain(..).map(|row| (key(&row), row)).collect();
         for new in newer.rows {
-            // What was measured is not forgotten for what is only predicted.
+            // A row with measured times is not replaced by one that is only predicted.
             let measured = rows.get(&key(&new)).is_some_and(|old| !old.measured.is_empty());
             if !measured || !new.measured.is_empty() {
                 rows.insert(key(&new), new);
@@ -126,8 +127,8 @@ impl Table {
         (self.format, self.made) = (FORMAT, newer.made);
     }
 
-    /// Times of a row, fastest first: those measured; else those predicted, each times what the prediction was off by at the
-    /// nearest number of ranks where it was measured.
+    /// Times of a row, fastest first: the measured ones; if there are none, the predicted ones, each corrected by the ratio of the
+    /// measured to the predicted time of its algorithm at the nearest number of ranks that was measured.
     pub fn times(&self, row: &Row) -> Vec<TimeBy> {
         let mut times = if row.measured.is_empty() { self.corrected(row) } else { row.measured.clone() };
         times.retain(|time| time.us.is_finite() && time.us > 0.0);
@@ -137,7 +138,8 @@ impl Table {
 
     fn corrected(&self, row: &Row) -> Vec<TimeBy> {
         let apart = |a: f64, b: f64| (a.max(1.0).ln() - b.max(1.0).ln()).abs();
-        // Blocks are whole elements: with another number of ranks the same size is a few bytes more or less.
+        // Blocks are whole elements, so with another number of ranks the same size is a few bytes more or less. Sizes within a factor
+        // of 3 (the bound is of logarithms) count as the same; `distance` prefers the nearest.
         let same = |other: &&Row| {
             !other.measured.is_empty()
                 && (other.group.link, other.group.hosts) == (row.group.link, row.group.hosts)
@@ -155,8 +157,8 @@ impl Table {
         row.predicted.iter().map(corrected).collect()
     }
 
-    /// The same as they are chosen: the rules' choice first, unless another is faster by more than [`MARGIN`] (where nothing
-    /// was measured, [`PREDICTED_MARGIN`]).
+    /// The [`times`](Table::times) in the order in which algorithms are chosen: the rules' choice first, unless another one is
+    /// faster by more than [`MARGIN`] ([`PREDICTED_MARGIN`] if nothing was measured).
     pub fn ranking(&self, row: &Row) -> Vec<TimeBy> {
         let mut times = self.times(row);
         let rule = row.rule();
@@ -168,7 +170,7 @@ impl Table {
         times
     }
 
-    /// What an engine keeps of it.
+    /// The first algorithm of each row's [`ranking`](Table::ranking): all that an engine keeps of a table.
     pub fn choices(&self) -> Choices {
         let chosen = |row: &Row| {
             let algo = self.ranking(row).first()?.algo;
@@ -213,7 +215,7 @@ impl Table {
         Ok(table)
     }
 
-    /// Writes it; who reads meanwhile sees the old one or the new one.
+    /// Writes the table to another file and renames that, so that a concurrent reader sees the old table or the new one.
     ///
     /// # Errors
     /// [`Error::System`] with the file's name.
@@ -242,15 +244,16 @@ fn invalid(path: &Path, problem: &str) -> Error {
     Error::invalid("read the tuner's table", format!("{}: {problem}", path.display()))
 }
 
-/// Where the table is if nothing else is said: `allstream/tuning.json` in the user's folder for caches. `None`: the user has
-/// no home.
+/// The table's usual path: `allstream/tuning.json` in the user's folder for caches (`XDG_CACHE_HOME`, else `~/.cache`). `None`:
+/// neither `XDG_CACHE_HOME` nor `HOME` is set.
 pub fn cached() -> Option<PathBuf> {
     let set = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
     let folder = set("XDG_CACHE_HOME").or_else(|| Some(set("HOME")?.join(".cache")))?;
     Some(folder.join("allstream").join("tuning.json"))
 }
 
-/// The file that [`VARIABLE`] names, or else the cached one; and whether it is named. `None`: it is turned off.
+/// The table's path, and whether [`VARIABLE`] names it; if not, it is that of [`cached`]. `None`: the variable turns the table off,
+/// or there is no folder for caches.
 fn place() -> Option<(PathBuf, bool)> {
     match std::env::var_os(VARIABLE).filter(|value| !value.is_empty()) {
         Some(value) if value == "off" || value == "0" => None,
@@ -274,20 +277,20 @@ fn load(path: &Path, named: bool) -> Result<Option<Table>, Error> {
     })
 }
 
-/// The table that the environment names, and where it is: [`VARIABLE`], or else the cached one, if it is there. `None`: none, or
-/// it is turned off.
+/// The table in use, and its path: the file that [`VARIABLE`] names, or else that of [`cached`]. `None`: there is no such file of
+/// [`cached`], or it cannot be read (which logs a warning), or the variable turns the table off.
 ///
 /// # Errors
-/// [`Error::Invalid`] for a file that is named and cannot be read. One that is merely cached is passed over, with a warning.
+/// [`Error::Invalid`] if the file that the variable names cannot be read.
 pub fn from_env() -> Result<Option<(PathBuf, Table)>, Error> {
     let Some((path, named)) = place() else { return Ok(None) };
     Ok(load(&path, named)?.map(|table| (path, table)))
 }
 
-/// What a file's table comes to, and when the file was written and how long it is.
+/// A file's path, when it was last written and how long it was when it was read, and the choices of its table.
 type Remembered = (PathBuf, Option<(Option<SystemTime>, u64)>, Choices);
 
-/// What the table of [`from_env`] says. A file is read again where it has changed.
+/// The choices of the table of [`from_env`]. A file is read again only if it has changed.
 pub(crate) fn choices_from_env() -> Result<Choices, Error> {
     static LAST: Mutex<Option<Remembered>> = Mutex::new(None);
     let Some((path, named)) = place() else { return Ok(Choices::default()) };
@@ -305,7 +308,7 @@ pub(crate) fn choices_from_env() -> Result<Choices, Error> {
     Ok(choices)
 }
 
-/// Collectives and algorithms by their names.
+/// Reads and writes collectives and algorithms by their names.
 mod by_name {
     use serde::{Deserialize, Deserializer, Serializer, de};
 

@@ -9,7 +9,7 @@ fn group(link: LinkClass, ranks: usize) -> GroupShape {
     GroupShape { link, hosts: 1, ranks }
 }
 
-/// For a group for which every algorithm is suitable.
+/// The table's choices for a group that every algorithm suits.
 fn of(table: &Table, link: LinkClass, ranks: usize) -> GroupChoices {
     table.choices().of_group(group(link, ranks), |_, _| true)
 }
@@ -50,7 +50,7 @@ fn blocks_are_counted_as_the_rules_count_them() {
     let gather = |bytes, algo| Row { collective: Kind::AllGather, ..row(4, bytes, &[], &[time(algo, 1.0)]) };
     let table = table(vec![gather(4096, Algo::Ring), gather(4 << 20, Algo::RecursiveDoubling)]);
     let group = of(&table, LinkClass::SHM, 4);
-    // The middle is 128 KB of all four blocks.
+    // The middle of 4 KB and 4 MB, by ratio, is 128 KB: four blocks of 32 KB.
     assert_eq!(group.choose(Kind::AllGather, 32 << 10), Some(Algo::Ring));
     assert_eq!(group.choose(Kind::AllGather, 33 << 10), Some(Algo::RecursiveDoubling));
 }
@@ -76,7 +76,7 @@ fn a_group_is_chosen_for_by_one_of_nearly_its_size_on_its_links_and_hosts() {
         choices.of_group(group, |_, _| true).choose(Kind::AllReduce, 64)
     };
     assert_eq!([1, 2, 3].map(hosts), [None, Some(Algo::Ring), None]);
-    // What does not suit the group is not taken.
+    // An algorithm that does not suit the group is not chosen.
     assert_eq!(choices.of_group(group(LinkClass::SHM, 4), |_, _| false).choose(Kind::AllReduce, 64), None);
     let small = choices.clone().up_to(3);
     let at = |ranks| small.of_group(group(LinkClass::SHM, ranks), |_, _| true).choose(Kind::AllReduce, 64);
@@ -93,7 +93,7 @@ fn the_fastest_comes_first_and_nonsense_not_at_all() {
     assert_eq!(algos, [Algo::Direct, Algo::Ring]);
 }
 
-/// The rules take one shot for 64 B.
+/// For 64 bytes the rules choose `OneShot`.
 #[test]
 fn a_little_faster_is_no_reason_to_leave_the_rules() {
     let chosen = |oneshot, ring| {
@@ -114,7 +114,7 @@ fn a_little_faster_is_no_reason_to_leave_the_rules() {
     assert_eq!(chosen(1.0, 1.1), [Algo::OneShot; 2]);
 }
 
-/// A model that is wrong by a factor for an algorithm is so for a rank more, too.
+/// If the prediction for an algorithm is wrong by a factor, that for one more rank is corrected by the same factor.
 #[test]
 fn predictions_are_corrected_by_what_was_measured() {
     let predicted = [time(Algo::Ring, 10.0), time(Algo::Direct, 20.0)];
@@ -162,7 +162,7 @@ fn files_come_back_and_what_is_none_is_refused_with_its_name() {
         let error = Table::read(&path).unwrap_err().to_string();
         assert!(error.contains("tuning.json") && error.contains(says), "{error}");
     }
-    // Longer than any table, or without an end: not read at all.
+    // A file that is longer than any table, or that has no end, is not read at all.
     std::fs::File::create(&path).unwrap().set_len(LONGEST + 1).unwrap();
     for path in [&*path, Path::new("/dev/zero")] {
         assert!(Table::read(path).unwrap_err().to_string().contains("at most"));
@@ -171,7 +171,7 @@ fn files_come_back_and_what_is_none_is_refused_with_its_name() {
     assert!(table(rows).write(&path).unwrap_err().to_string().contains("fewer sizes"));
 }
 
-/// What a rank gets from rank 0 may name what it does not know.
+/// The choices that a rank gets from rank 0 may name collectives and algorithms that the rank does not know.
 #[test]
 fn unknown_numbers_choose_nothing() {
     let hostile = r#"[{"link":"shm","hosts":1,"ranks":2,"kind":200,"steps":[]},

@@ -1,4 +1,4 @@
-//! The element types that travel.
+//! The types of the elements that collectives send and combine.
 
 use std::fmt::{self, Debug, Display};
 use std::str::FromStr;
@@ -119,7 +119,7 @@ impl DType {
         !self.is_float() && !matches!(self, DType::Bool)
     }
 
-    /// Whether [`scale`](crate::scale) can multiply elements of this type: floats.
+    /// Whether [`scale`](crate::scale) can multiply elements of this type: it can multiply floats.
     pub const fn scales(self) -> bool {
         self.is_float()
     }
@@ -144,8 +144,8 @@ impl FromStr for DType {
 /// # Safety
 ///
 /// An implementor is plain old data: exactly `DTYPE.size()` bytes, no padding, no
-/// pointers, and every bit pattern is a valid value. `bool` alone is exempt from the last:
-/// whoever fills a buffer of `bool` from outside must see to it that only 0 and 1 arrive.
+/// pointers, and every bit pattern is a valid value. Only `bool` is exempt from the last requirement:
+/// whoever fills a buffer of `bool` from outside must make sure that it gets only 0 and 1.
 #[diagnostic::on_unimplemented(
     message = "`{Self}` is no element type",
     label = "not bool, i8 to i64, u8 to u64, f16, bf16, an 8-bit float, f32 or f64",
@@ -154,15 +154,15 @@ impl FromStr for DType {
     note = "text and structures go as bytes: broadcast_bytes(bytes, root), all_gather_bytes(bytes)"
 )]
 pub unsafe trait Element: Copy + Send + Sync + 'static + Default + PartialEq + Debug {
-    /// The type that this is the form of.
+    /// The [`DType`] whose in-memory form this Rust type is.
     const DTYPE: DType;
 }
 
 macro_rules! elements {
     ($($t:ty => $d:ident),* $(,)?) => {$(
         const _: () = assert!(size_of::<$t>() == DType::$d.size());
-        // SAFETY: a primitive number or bool, or a transparent wrapper of a u16 or a u8;
-        // the size is asserted above.
+        // SAFETY: a primitive number or bool, or a transparent wrapper of a u16 or a u8: no padding, no pointers,
+        // and every bit pattern is valid (but of bool, which is exempt). The size is asserted above.
         unsafe impl Element for $t {
             const DTYPE: DType = DType::$d;
         }
@@ -205,7 +205,7 @@ mod tests {
         assert_eq!(error.to_string(), "unknown data type: \"float\"");
     }
 
-    /// They travel: a number that moved would be another type to a peer of another build.
+    /// Discriminants travel between ranks: if one changed, a peer of another build would take it for another type.
     #[test]
     fn numbers_stay() {
         let numbers = ["bool", "u64", "f16", "bf16", "f32", "f64", "f8e4m3", "f8e5m2"]

@@ -1,7 +1,7 @@
 //! The two 8-bit floats of the OCP 8-bit Floating Point Specification (revision 1.0):
-//! E4M3 and E5M2. No crate's were taken: `float8`'s E4M3 saturates.
+//! E4M3 and E5M2. They are written here because the E4M3 of the crate `float8` saturates.
 
-#![allow(non_camel_case_types)] // As primitive types are called, and as `half` calls its own.
+#![allow(non_camel_case_types)] // Named like primitive types and like the types of `half`.
 
 use std::cmp::Ordering;
 use std::fmt::{self, Debug, Display};
@@ -12,7 +12,7 @@ use crate::cpu::convert::{e4m3_to_f32, e5m2_to_f32, f32_to_e4m3, f32_to_e5m2};
 /// `float8_e4m3fn`.
 ///
 /// The largest number is 448, the least normal one 2^-6, the least above zero 2^-9. There
-/// are no infinities; all of exponent and mantissa set is NaN (0x7F and 0xFF).
+/// are no infinities; the values with all bits of exponent and mantissa set (0x7F and 0xFF) are NaN.
 #[derive(Clone, Copy, Default)]
 #[repr(transparent)]
 pub struct f8e4m3(u8);
@@ -34,16 +34,16 @@ impl f8e4m3 {
     /// The least number, -448.
     pub const MIN: f8e4m3 = f8e4m3(0xFE);
 
-    /// The nearest `f8e4m3`; of two the one whose last bit is 0. What is out of range, that
-    /// is above 464 (half way to where 480 would be) or infinite, becomes NaN, as in PyTorch
-    /// and in OCP's non-saturating conversion (CUDA's `__nv_fp8_e4m3` gives 448 instead).
-    /// The sign is kept, also of NaN.
+    /// The nearest `f8e4m3`; of two equally near, the one whose last bit is 0. A magnitude out of
+    /// range, that is above 464 (half way from 448 to 480, which would be next) or infinite, becomes
+    /// NaN, as in PyTorch and in OCP's non-saturating conversion (CUDA's `__nv_fp8_e4m3` gives 448
+    /// instead). The sign is kept, also that of a NaN.
     #[inline]
     pub const fn from_f32(x: f32) -> f8e4m3 {
         f8e4m3(f32_to_e4m3(x))
     }
 
-    /// The same value; exact.
+    /// The same value, exactly.
     #[inline]
     pub const fn to_f32(self) -> f32 {
         e4m3_to_f32(self.0)
@@ -62,14 +62,14 @@ impl f8e5m2 {
     /// Minus infinity.
     pub const NEG_INFINITY: f8e5m2 = f8e5m2(0xFC);
 
-    /// The nearest `f8e5m2`; of two the one whose last bit is 0; from 61,440 on an infinity.
-    /// A NaN becomes quiet and keeps its sign and what payload fits.
+    /// The nearest `f8e5m2`; of two equally near, the one whose last bit is 0. A magnitude of 61,440 or
+    /// more becomes an infinity. A NaN becomes quiet and keeps its sign and the upper bits of its payload.
     #[inline]
     pub const fn from_f32(x: f32) -> f8e5m2 {
         f8e5m2(f32_to_e5m2(x))
     }
 
-    /// The same value; exact. A NaN becomes quiet.
+    /// The same value, exactly. A NaN becomes quiet.
     #[inline]
     pub const fn to_f32(self) -> f32 {
         e5m2_to_f32(self.0)
@@ -110,7 +110,7 @@ macro_rules! common {
             }
         }
 
-        /// As numbers: -0 equals +0, and a NaN equals nothing.
+        /// Compares them as numbers: -0 equals +0, and a NaN equals nothing.
         impl PartialEq for $t {
             fn eq(&self, other: &$t) -> bool {
                 self.to_f32() == other.to_f32()

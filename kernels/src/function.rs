@@ -1,4 +1,4 @@
-//! Reductions by a function of the user's.
+//! Reductions by a function that the user supplies.
 
 use std::fmt;
 use std::mem::MaybeUninit;
@@ -8,19 +8,19 @@ use std::sync::Arc;
 
 use crate::{DType, Element};
 
-/// A reduction by somebody else's function, with its type erased.
+/// A reduction by a function that the user supplies, with the element type erased.
 pub trait Combine: Send + Sync {
-    /// Its name: ranks must give the same.
+    /// The name of the function: all ranks must give the same name.
     fn name(&self) -> &str;
 
-    /// The element type it is for.
+    /// The type of the elements that the function combines.
     fn dtype(&self) -> DType;
 
     /// Whether the order of the operands does not matter.
     fn commutes(&self) -> bool;
 
-    /// Combines `ins`, in this order, into each of `outs`. Returns whether the function came back: if it panicked,
-    /// the outputs are unspecified.
+    /// Combines `ins`, in this order, into each of `outs`. Returns `false` if the function panicked: the outputs are then
+    /// unspecified. Also returns `false` if the elements are `bool`, which no function can combine.
     ///
     /// # Safety
     ///
@@ -28,11 +28,11 @@ pub trait Combine: Send + Sync {
     unsafe fn combine(&self, ins: &[*const u8], outs: &[*mut u8], len: usize) -> bool;
 }
 
-/// A reduction of yours, for host buffers of `T`.
+/// A reduction by a function of your own, for host buffers of `T`.
 ///
-/// `f(left, right)` leaves the combination of two slices, element by element, in `left`. It must be associative, and
-/// give the same on all ranks. It runs on whichever thread moves the operation on: it must not block, and not call the
-/// communicator. If it panics, the operation fails on all ranks. Not for `bool`: use `u8`.
+/// `f(left, right)` combines two slices element by element and leaves the result in `left`. It must be associative, and
+/// give the same result on all ranks. Any thread that drives the communicator may run it: it must not block, and must
+/// not call the communicator. If it panics, the operation fails on all ranks. Not for `bool`: use `u8`.
 pub struct Function<T: Element>(Arc<Inner<T>>);
 
 type Fold<T> = dyn Fn(&mut [T], &[T]) + Send + Sync;
@@ -44,7 +44,7 @@ struct Inner<T> {
 }
 
 impl<T: Element> Function<T> {
-    /// A function for which the order of its operands does not matter. `name` is what ranks compare.
+    /// A function for which the order of its operands does not matter. Ranks compare `name` to see that all use the same function.
     pub fn commutative(
         name: impl Into<String>,
         f: impl Fn(&mut [T], &[T]) + Send + Sync + 'static,
@@ -52,8 +52,8 @@ impl<T: Element> Function<T> {
         Function(Arc::new(Inner { name: name.into(), commutes: true, f: Box::new(f) }))
     }
 
-    /// A function for which it does: `left` holds what lower ranks gave. Algorithms that do not keep the order of
-    /// ranks are not chosen, and refused if named.
+    /// A function for which the order of its operands matters: `left` comes from lower ranks than `right`. Algorithms
+    /// that do not keep the order of ranks are not chosen, and are refused if the user names them.
     pub fn ordered(
         name: impl Into<String>,
         f: impl Fn(&mut [T], &[T]) + Send + Sync + 'static,
@@ -61,12 +61,12 @@ impl<T: Element> Function<T> {
         Function(Arc::new(Inner { name: name.into(), commutes: false, f: Box::new(f) }))
     }
 
-    /// Its name.
+    /// The name that ranks compare.
     pub fn name(&self) -> &str {
         &self.0.name
     }
 
-    /// Without its type.
+    /// The same function, with its element type erased.
     pub fn erased(&self) -> Arc<dyn Combine> {
         self.0.clone()
     }
@@ -95,11 +95,11 @@ impl<T: Element> Combine for Inner<T> {
         self.commutes
     }
     unsafe fn combine(&self, ins: &[*const u8], outs: &[*mut u8], len: usize) -> bool {
-        // Not every byte is a `bool`.
+        // The operands may hold bytes other than 0 and 1, which are not valid as `bool`.
         if T::DTYPE == DType::Bool {
             return false;
         }
-        // SAFETY: the caller vouches for the buffers; every bit pattern is a valid T.
+        // SAFETY: the caller vouches for the buffers; every bit pattern is a valid T, as T is an Element and not bool.
         unsafe { fold_with::<T>(&self.f, ins, outs, len) }
     }
 }
@@ -107,13 +107,13 @@ impl<T: Element> Combine for Inner<T> {
 /// Bytes of a block on the stack.
 const BLOCK: usize = 4096;
 
-/// Room for a block: no pointer of anybody's can alias it, and it is aligned for every element type.
+/// Room for a block on the stack: none of the caller's pointers aliases it, and it is aligned for every element type.
 #[repr(align(64))]
 struct Block([MaybeUninit<u8>; BLOCK]);
 
-/// Folds with `f(left, right)`, which leaves the combination of both in `left`, element by element. `f` sees copies:
-/// what it is given is aligned, initialised and nobody else's, wherever the operands lie. Returns whether `f` never
-/// panicked.
+/// Folds with `f(left, right)`, which leaves the combination of both in `left`, element by element. `f` gets copies of
+/// the operands, so its slices are aligned and initialised, and nobody else touches them, wherever the operands lie.
+/// Returns `false` if `f` panicked.
 ///
 /// # Safety
 ///
@@ -132,13 +132,14 @@ unsafe fn fold_with<T: Element>(
     while at < len {
         let n = step.min(len - at);
         let (skip, bytes) = (at * size_of::<T>(), n * size_of::<T>());
-        // SAFETY: `at + n <= len` elements of each input can be read (the caller), and `bytes <= BLOCK` written.
+        // SAFETY: the caller vouches that `len >= at + n` elements of each input can be read; `left` has room for
+        // `BLOCK >= bytes`, and no input overlaps it.
         unsafe { left.0.as_mut_ptr().cast::<u8>().copy_from_nonoverlapping(first.add(skip), bytes) };
         for &input in rest {
             // SAFETY: as above.
             unsafe { right.0.as_mut_ptr().cast::<u8>().copy_from_nonoverlapping(input.add(skip), bytes) };
-            // SAFETY: both blocks are aligned to 64, their first `n` elements were just written with values that the
-            // caller vouches for, and they are two variables of ours.
+            // SAFETY: both blocks are aligned to 64, and their first `n` elements were written above with values that
+            // the caller vouches for. They are two local variables, so the slices do not overlap.
             let (a, b) = unsafe {
                 (
                     slice::from_raw_parts_mut(left.0.as_mut_ptr().cast::<T>(), n),
@@ -150,7 +151,7 @@ unsafe fn fold_with<T: Element>(
             }
         }
         for &out in outs {
-            // SAFETY: `at + n <= len` elements of each output can be written (the caller).
+            // SAFETY: the caller vouches that `len >= at + n` elements of each output can be written; none overlaps `left`.
             unsafe { out.add(skip).copy_from_nonoverlapping(left.0.as_ptr().cast::<u8>(), bytes) };
         }
         at += n;
@@ -179,7 +180,7 @@ mod tests {
         let mut other = vec![0u8; 1 + len * 4];
         let at = out[1..].as_mut_ptr();
         let ins = [at.cast_const(), column[1][1..].as_ptr(), column[2][1..].as_ptr()];
-        // SAFETY: all buffers have `len` elements from byte 1 on; the first output is the first input.
+        // SAFETY: each buffer has `len` elements from byte 1 on; the first output is equal to the first input.
         assert!(unsafe { fold_with(&f, &ins, &[at, other[1..].as_mut_ptr()], len) });
         let all = |bytes: &[u8]| {
             bytes[1..].chunks_exact(4).all(|b| u32::from_ne_bytes([b[0], b[1], b[2], b[3]]) == 123)
@@ -192,7 +193,7 @@ mod tests {
         let f = |_: &mut [u8], _: &[u8]| panic!("on purpose");
         let (a, mut b) = ([1u8; 4], [2u8; 4]);
         let at = b.as_mut_ptr();
-        // SAFETY: four elements each.
+        // SAFETY: both buffers have four elements; the output is equal to the second input.
         assert!(!unsafe { fold_with(&f, &[a.as_ptr(), at.cast_const()], &[at], 4) });
     }
 }

@@ -1,4 +1,4 @@
-//! What turns buffers into one: the data types, the reduction operators and the CPU
+//! Combines several buffers into one: the data types, the reduction operators and the CPU
 //! kernels of allstream.
 //!
 //! [`reduce`] folds several equally long buffers into one result and writes it to one or
@@ -18,7 +18,7 @@
 //!
 //! **One input.** Its bytes are copied unchanged, whatever the operator: NaN payloads and
 //! `bool` bytes other than 0 and 1 survive. The one exception is an average that is
-//! finished with a divisor above 1.
+//! finished over two ranks or more.
 //!
 //! **Order.** Operands fold from the left in the order given:
 //! `((a0 op a1) op a2) op ...`.
@@ -32,43 +32,43 @@
 //! **Floats.** `f32` is computed in `f32` and `f64` in `f64`, one rounding per operation,
 //! never fused. The small floats, `f16`, `bf16`, `f8e4m3` and `f8e5m2`, are widened to
 //! `f32`, computed there across all operands of one call, and rounded once at the end, to
-//! nearest even; subnormals are kept. An average is the sum, divided when it is finished by
-//! the divisor as a float of the type computed in (for small floats before that one
-//! rounding).
+//! nearest even; subnormals are kept. An average is the sum; when it is finished, it is
+//! divided in the type that is computed in, by the divisor as a float of that type (of small
+//! floats: before that one rounding).
 //!
-//! **Overflow.** A result too large for its type is an infinity; but `f8e4m3` has none, and
-//! there it is NaN: what rounds to more than 448, and a computed infinity. That is OCP's
-//! non-saturating conversion and what PyTorch does with `float8_e4m3fn`; CUDA's
-//! `__nv_fp8_e4m3` stops at 448 instead. NaN, because a sum that left the range must not
-//! pass for a number. [`f8e4m3::from_f32`] and [`f8e5m2::from_f32`] give PyTorch's bits for
-//! everything but the payload of an E5M2 NaN.
+//! **Overflow.** A result too large for its type is an infinity. `f8e4m3` has no infinity: a
+//! result that would round to more than 448 is NaN there. This is OCP's non-saturating
+//! conversion and what PyTorch does with `float8_e4m3fn`; CUDA's `__nv_fp8_e4m3` stops at 448
+//! instead. It is NaN so that nobody takes a sum that left the range for a number.
+//! [`f8e4m3::from_f32`] and [`f8e5m2::from_f32`] give the same bits as PyTorch, except for the
+//! payload of an E5M2 NaN.
 //!
 //! **NaN.** A NaN that a reduction or a scale computes is written as the type's one
 //! canonical quiet NaN: `f16` `0x7E00`, `bf16` `0x7FC0`, `f32` `0x7FC0_0000`, `f64`
-//! `0x7FF8_0000_0000_0000`, `f8e4m3` `0x7F`, `f8e5m2` `0x7E`; in `f8e4m3` also for what is
-//! out of range, of either sign.
+//! `0x7FF8_0000_0000_0000`, `f8e4m3` `0x7F`, `f8e5m2` `0x7E`. In `f8e4m3` a result out of
+//! range, positive or negative, is this NaN too.
 //!
 //! **Minimum and maximum of floats.** As IEEE 754-2019 `minimum` and `maximum`: a NaN
 //! operand makes the result NaN, and -0 is less than +0.
 //!
-//! **Finishing.** `finish` is a [`Finish`] on the step that completes a reduction over its
-//! ranks. Only an average looks at it: it divides by their number `n`, and of floats whose
-//! operands were halved `h` times before by `n / 2^h`, in the type computed in. Without it,
-//! an average is a sum.
+//! **Finishing.** On the step that completes a reduction over its ranks, `finish` is a
+//! [`Finish`]. Only an average uses it: it divides the sum by the number of ranks `n`, or, if
+//! the operands are floats that were halved `h` times before, by `n / 2^h`. It divides in the
+//! type that is computed in. Without a [`Finish`], an average is a sum.
 //!
-//! **Scale.** Every element is multiplied once, `f64` by the factor and all else, in `f32`,
-//! by the factor rounded to `f32`; small floats are rounded once, to nearest even. A factor
-//! of 1 changes nothing but NaN, which becomes canonical. Integers and `bool` have no
-//! scale: [`DType::scales`].
+//! **Scale.** Every element is multiplied once: `f64` by the factor; all other floats, in
+//! `f32`, by the factor rounded to `f32`. Small floats are then rounded once, to nearest even.
+//! A factor of 1 changes nothing but NaN, which becomes canonical. Integers and `bool` cannot
+//! be scaled: [`DType::scales`].
 //!
-//! **Cast.** From one float to another, by `pack` of the crate `allstream-cuda-kernels` and [`scalar::convert`]: widened to
-//! `f64` if either type is `f64`, else to `f32`; multiplied there by a factor, which in `f32` is
-//! rounded to that first; rounded once, to nearest even, also from `f64` to a small float. NaN
-//! and what is out of range are as above.
+//! **Cast.** `pack` of the crate `allstream-cuda-kernels` and [`scalar::convert`] turn one float type into another. An
+//! element is widened to `f64` if either type is `f64`, else to `f32`, and multiplied there by a factor
+//! (in `f32`: by the factor rounded to `f32`). The product is rounded once, to nearest even, also from
+//! `f64` to a small float. NaN and results out of range are as above.
 //!
 //! **Misuse.** An operator that does not [support](ReduceOp::supports) the type, no inputs,
-//! no outputs, an average finished with `n == 0`, or a scale of a type that has none: a
-//! panic with debug assertions, and otherwise nothing is read or written.
+//! no outputs, an average finished over no ranks, or a scale of a type that cannot be scaled:
+//! with debug assertions this panics; without, nothing is read or written.
 
 #![deny(missing_docs)]
 #![deny(unsafe_op_in_unsafe_fn)]
@@ -87,7 +87,7 @@ pub use function::{Combine, Function};
 pub use half::{bf16, f16};
 pub use op::{Finish, ReduceOp};
 
-/// The error of parsing a [`DType`] or a [`ReduceOp`]: no such name.
+/// The error of parsing a [`DType`] or a [`ReduceOp`]: there is none with this name.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct UnknownName {
     kind: &'static str,

@@ -89,7 +89,7 @@ impl ReduceOp {
         ReduceOp::ALL.into_iter().find(|op| op.name() == name)
     }
 
-    /// `finish`, if this operator divides by it: if it is the average, over two ranks or more. Else `None`.
+    /// `finish` if there is something to divide: if this operator is the average and `finish.ranks` is 2 or more. Else `None`.
     pub fn divides(self, finish: Option<Finish>) -> Option<Finish> {
         finish.filter(|finish| self == ReduceOp::Avg && finish.ranks > 1)
     }

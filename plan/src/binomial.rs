@@ -5,14 +5,14 @@
 //! | gather | `floor(log2 n)` | its subtree's blocks: at most about `n/2 * count` | Thakur, Rabenseifner, Gropp, "Optimization of collective communication operations in MPICH", 2005 |
 //! | scatter | `floor(log2 n)` | the root `(n-1) * count` | the same |
 //!
-//! Ranks are counted from the root; a subtree is a run of numbers ([`Tree::binomial`]). A block is a message of its own,
-//! and lies in lent memory on the ranks that pass it on.
+//! Ranks are counted from the root; the ranks of a subtree have consecutive numbers ([`Tree::binomial`]). Each block is a
+//! message of its own; a rank that passes it on keeps it in scratch memory until then.
 
 use crate::shape::{keep, send};
 use crate::tree::{Tree, below};
 use crate::{Kind, Layout, Operand, Plan, Rank, Shape, Step};
 
-/// Blocks go up, the lowest number first.
+/// Blocks go up to the root, that of the lowest number first.
 pub(super) fn gather(s: &Shape) -> Plan {
     let (v, parent) = (s.past_root(), Tree::binomial(s).parent);
     let mut steps = Vec::new();
@@ -28,7 +28,7 @@ pub(super) fn gather(s: &Shape) -> Plan {
     passing(s, Kind::Gather, steps)
 }
 
-/// Blocks go down, the highest number first: it has the longest way.
+/// Blocks go down from the root, that of the highest number first: where n is a power of two, it has the longest way.
 pub(super) fn scatter(s: &Shape) -> Plan {
     let (v, parent) = (s.past_root(), Tree::binomial(s).parent);
     let mut steps = Vec::new();
@@ -46,12 +46,12 @@ pub(super) fn scatter(s: &Shape) -> Plan {
     passing(s, Kind::Scatter, steps)
 }
 
-/// The child of `v` whose subtree has number `v + d`.
+/// The child of `v` whose subtree contains number `v + d`.
 fn child(s: &Shape, v: usize, d: usize) -> Rank {
     s.real(v + (1 << d.ilog2()))
 }
 
-/// With memory for what is passed on.
+/// The plan of these steps, with scratch memory for the blocks that this rank passes on.
 fn passing(s: &Shape, kind: Kind, steps: Vec<Step>) -> Plan {
     let blocks = below(s.past_root(), s.n) as u32 - 1;
     let plan = s.whole(kind, steps);

@@ -1,4 +1,4 @@
-//! Chain: each rank passes on to the next. With the data in slices that follow each other, all links are busy at once.
+//! Chain: each rank passes the data on to the next, slice by slice, so that all links are busy at once.
 //!
 //! | collective | hops | a rank sends | source |
 //! |---|---|---|---|
@@ -6,16 +6,17 @@
 //! | reduce | `n-1` | `count` | the same |
 //! | scan, exscan | `n-1` | `count` | linear: Sanders, Träff, "Parallel prefix (scan) algorithms for MPI", EuroPVM/MPI 2006 |
 //!
-//! Broadcast and reduce go in rank order from the root, round the end of the group: a reduce combines in rank order
-//! only to root 0. Scans go from rank 0 up, and combine in rank order. Slices are the executor's: a plan has one chunk.
+//! The chain of broadcast and reduce begins at the root, and goes on at rank 0 after the last rank: so a reduce combines in
+//! rank order only if the root is rank 0. Scans go from rank 0 up, and combine in rank order. A plan has one chunk; the
+//! executor cuts it into slices.
 //!
-//! `finish` is false in every scan: results differ in how many contributions they hold, and an average of a scan is
-//! refused by the caller.
+//! `finish` is false in every scan: an average would need another divisor on each rank, as the ranks' results have different
+//! numbers of contributions. The caller refuses an average of a scan.
 
 use crate::shape::{keep, send};
 use crate::{Layout, Operand, Plan, Rank, Shape, Step};
 
-/// From the root onwards.
+/// The data go from the root to the rank after it, and so on.
 pub(super) fn broadcast(s: &Shape) -> Plan {
     let v = s.past_root();
     let to: Vec<Rank> = if v < s.n - 1 { vec![s.right()] } else { vec![] };
@@ -26,7 +27,8 @@ pub(super) fn broadcast(s: &Shape) -> Plan {
     s.split(1, vec![step])
 }
 
-/// Back to the root: our own, then all that is behind us. What is sent on is in the hand.
+/// Sums go towards the root: each rank combines its own data with the sum from the rank after it, in this order. What it
+/// sends on is only in the hand, not in memory.
 pub(super) fn reduce(s: &Shape) -> Plan {
     let v = s.past_root();
     let both = || vec![s.own(0), Operand::Recv(s.right())];
@@ -38,7 +40,7 @@ pub(super) fn reduce(s: &Shape) -> Plan {
     s.split(1, vec![step])
 }
 
-/// The sum so far and our own, on to the next.
+/// Each rank adds its own data to the sum from the rank before it, stores the result, and sends it to the next rank.
 pub(super) fn scan(s: &Shape) -> Plan {
     let to: Vec<Rank> = if s.rank < s.n - 1 { vec![s.rank + 1] } else { vec![] };
     let step = match s.rank {
@@ -53,8 +55,8 @@ pub(super) fn scan(s: &Shape) -> Plan {
     s.split(1, vec![step])
 }
 
-/// The sum so far is our result; with our own it goes to the next. In place our own, which lies where the result comes,
-/// is laid aside first.
+/// The sum from the rank before is this rank's result; with its own data added it goes to the next rank. In place, the
+/// result overwrites the rank's own data, so these are copied to scratch memory first.
 pub(super) fn exscan(s: &Shape) -> Plan {
     let (next, aside) = (s.rank + 1, s.scratch(0));
     let last = next == s.n;

@@ -1,22 +1,22 @@
-//! What was measured or predicted of algorithms, as it is chosen by: one for each size.
+//! The algorithms that a tuning table says to take, by group, collective and size.
 
 use serde::{Deserialize, Serialize};
 
 pub use crate::LinkClass;
 use crate::{Algo, Kind};
 
-/// The shape of a group, as algorithms are measured and chosen for it.
+/// The properties of a group by which algorithms are measured and chosen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct GroupShape {
-    /// The class of links.
+    /// The class of the group's links.
     pub link: LinkClass,
-    /// Hosts of the group: one network is another between other numbers of them.
+    /// Number of hosts: the same network performs differently between another number of hosts.
     pub hosts: usize,
-    /// Ranks of the group.
+    /// Number of ranks.
     pub ranks: usize,
 }
 
-/// An algorithm for a collective of one size.
+/// The algorithm to take for a collective of one size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Choice {
     /// The group's shape.
@@ -29,7 +29,7 @@ pub struct Choice {
     pub algo: Algo,
 }
 
-/// For every group that a table knows of. Travels from rank 0 to all when a world forms.
+/// The algorithms to take in every group that a tuning table covers. Rank 0 sends them to all ranks when a world forms.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Choices(Vec<Rule>);
 
@@ -42,33 +42,33 @@ struct Rule {
     steps: Vec<Step>,
 }
 
-/// Up to so many bytes, from where the one before ends.
+/// The algorithm for sizes from where the step before ends up to `upto` bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 struct Step {
-    /// As [`choose`](super::choose()) counts them: of one block, where there are several.
+    /// Bytes, as [`choose`](super::choose()) counts them: those of one block, where there are several.
     upto: u64,
-    /// Its wire number; 0: nothing is known.
+    /// The algorithm's wire number; 0: none is known for these sizes.
     algo: u8,
 }
 
-/// For one group.
+/// The algorithms to take in one group.
 #[derive(Clone, Debug, Default)]
 pub struct GroupChoices(Vec<(Kind, Vec<Upto>)>);
 
-/// Up to so many bytes, this one.
+/// The algorithm for sizes up to this many bytes; `None`: none is known.
 type Upto = (u64, Option<Algo>);
 
-/// How far beyond the sizes that are known, by their ratio, something is said of others.
+/// The choice for the smallest known size holds down to 1/4 of it, that for the largest up to 4 times it.
 const BEYOND: u64 = 4;
 
-/// The bytes that a choice goes by, of so many in a rank's largest buffer.
+/// The bytes of one block if a rank's largest buffer has `bytes`; the same number if the collective has no blocks.
 #[inline]
 pub fn block(kind: Kind, ranks: usize, bytes: u64) -> u64 {
     if kind.varies() { bytes / ranks.max(1) as u64 } else { bytes }
 }
 
 impl Choices {
-    /// Of choices in any order.
+    /// Makes rules of choices, which may come in any order.
     pub fn new(choices: impl IntoIterator<Item = Choice>) -> Choices {
         let mut choices: Vec<_> = choices.into_iter().filter(|choice| choice.group.ranks > 1).collect();
         choices.sort_by_key(|choice| (choice.group, choice.kind as u8, choice.bytes));
@@ -79,7 +79,7 @@ impl Choices {
             let step = Step { upto: at(bytes.saturating_mul(BEYOND)), algo: algo as u8 };
             match rules.last_mut().filter(|rule| (rule.group, rule.kind) == (group, kind as u8)) {
                 Some(rule) => {
-                    // Between two sizes, the nearer one's, by their ratio.
+                    // Between two sizes, the choice for the nearer one holds: they meet at their geometric mean.
                     let middle = (before as f64 * bytes as f64).sqrt() as u64;
                     match rule.steps.last_mut() {
                         Some(last) if last.algo == step.algo => last.upto = step.upto,
@@ -100,18 +100,19 @@ impl Choices {
         Choices(rules)
     }
 
-    /// Whether nothing is known.
+    /// Whether there are no rules.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// Those for groups of at most so many ranks: others cannot be in a world of that size.
+    /// Keeps the rules for groups of at most `ranks` ranks: a world of that size has no larger groups.
     pub fn up_to(mut self, ranks: usize) -> Choices {
         self.0.retain(|rule| rule.group.ranks <= ranks);
         self
     }
 
-    /// For a group, of what `suits` it: by the largest number of ranks that is not more than its own, and more than half of it.
+    /// The rules for a group. If it has no rule of its own for a collective, that of the largest smaller group takes its
+    /// place, if it has the same links and number of hosts and more than half the ranks. Algorithms that do not suit are left out.
     pub fn of_group(&self, group: GroupShape, suits: impl Fn(Kind, Algo) -> bool) -> GroupChoices {
         let near = |rule: &&Rule| {
             let GroupShape { link, hosts, ranks } = rule.group;
@@ -130,7 +131,7 @@ impl Choices {
 }
 
 impl GroupChoices {
-    /// The algorithm for a collective of so many bytes, as [`choose`](super::choose()) counts them. `None`: nothing is known.
+    /// The algorithm for a collective of `bytes` bytes, as [`choose`](super::choose()) counts them. `None`: none is known.
     #[inline]
     pub fn choose(&self, kind: Kind, bytes: usize) -> Option<Algo> {
         let (_, steps) = self.0.iter().find(|(of, _)| *of == kind)?;

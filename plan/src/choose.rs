@@ -1,44 +1,46 @@
-//! Which algorithm: a first rule of thumb, by size and group.
+//! Rules of thumb for which algorithm to take, by size and group.
 //!
-//! Some constants are round figures, some stand beside a measurement. A table of the tuner's (`allstream tune`) goes before them,
-//! where there is one. Every rank must come to the same answer, so nothing here may differ by rank.
+//! Some constants are round figures, for some a measurement is given. Where there is a tuning table (`allstream tune`), it takes
+//! precedence. All ranks must come to the same answer, so nothing here may depend on the rank.
 //!
-//! What these rules never choose, only a table or a name: `naive`; trees and chains for broadcast and reduce, which want a measured latency;
-//! `binomial` for gather and scatter, as blocks are messages of their own here and a tree saves the root none.
+//! Some algorithms are never chosen by these rules, only by a table or by the user. Among them are `naive`; trees and chains for broadcast
+//! and reduce, which are worth it only at some latencies; and `binomial` for gather and scatter: each block is a message of its own here, so a
+//! tree saves the root no messages.
 
 use crate::promises::{deterministic, keeps_rank_order};
 use crate::{Algo, Kind};
 
-/// Below this, the number of hops is all that counts.
+/// Up to this size only the number of hops matters.
 pub const SMALL: usize = 16 << 10;
-/// Up to this size messages on a network cost more than what is in them: from four ranks on, and above [`SMALL`] from two on,
-/// `log2 n` exchanges beat one to everybody and two halves of that. On loopback, at 4 ranks: 50 us against 64 at 4 B, 71 against
-/// 149 at 32 KB, 105 against 167 at 64 KB, 177 against 202 at 128 KB (`allstream perf --check-tuning`). It sends more bytes,
-/// which a network of 1 Gbit/s would notice from 16 KB on.
+/// Up to this size the number of messages on a network costs more than their bytes: with four ranks or more, and above [`SMALL`] with
+/// two or more, recursive doubling (`log2 n` exchanges) beats one-shot and direct. On loopback, at 4 ranks: 50 us against 64 at 4 B,
+/// 71 against 149 at 32 KB, 105 against 167 at 64 KB, 177 against 202 at 128 KB (`allstream perf --check-tuning`). Recursive doubling
+/// sends more bytes than direct, which would matter on a network of 1 Gbit/s from 16 KB on.
 pub const FEW_MESSAGES: usize = 64 << 10;
-/// Up to this size a root on the network sends a broadcast to all by itself.
+/// Up to this size, and on one host at any size, the root of a broadcast sends the data to each rank itself.
 pub const FLAT_BROADCAST: usize = 64 << 10;
-/// Up to so many bytes of all other ranks together the root of a reduce folds by itself, on one host and over a network. On 2
-/// cores that took 0.6 to 0.7 of the time at 2 ranks whatever the size, and at 4 ranks 0.35 at 32 KB, 0.6 at 512 KB, 0.7 at 4 MB
-/// on one host, 0.1, 0.5 and 0.9 on loopback (`allstream perf --check-tuning`). The limits are for machines with a core for each
-/// rank, where the others would stand idle, and for networks of which the root has one port.
+/// If the other ranks' inputs have at most this many bytes together (first on one host, second over a network), the root of a reduce
+/// folds them all itself; with two ranks, whatever the size. On 2 cores one-shot took 0.6 to 0.7 of the time of `direct` at 2 ranks
+/// whatever the size, and at 4 ranks 0.35 at 32 KB, 0.6 at 512 KB, 0.7 at 4 MB on one host, 0.1, 0.5 and 0.9 on loopback (`allstream
+/// perf --check-tuning`). Above the limits, the other ranks would idle on machines with a core for each, and the root's port would be
+/// the bottleneck.
 pub const FOLDED_BY_ROOT: [usize; 2] = [512 << 10, 256 << 10];
-/// Up to this many ranks, all-to-all in one shot beats `log2 n` exchanges.
+/// Up to this many ranks a small all_reduce in one shot beats `log2 n` exchanges.
 pub const ONE_SHOT_RANKS: usize = 8;
-/// Up to this many ranks, everyone talks to everyone; beyond, the ring.
+/// Up to this many ranks a large all_reduce is `direct`, where each rank sends to each other rank; with more ranks it is a ring.
 pub const DIRECT_RANKS: usize = 16;
-/// From this size on, several ranks of a host send one sum to the other hosts, not each its own: with p ranks a host
-/// that is p times less on the network, for two hops more.
+/// From this size on the ranks of a host first sum their data, and only that sum goes to other hosts: with p ranks on each host
+/// the network carries p times fewer bytes, for two hops more.
 pub const TWO_LEVEL: usize = 64 << 10;
 
-/// What the choice depends on besides the operation. The same on every rank.
+/// What the choice depends on besides the operation. It must be the same on every rank.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Env {
     /// Ranks in the group.
     pub n: usize,
     /// Whether all ranks share memory.
     pub one_host: bool,
-    /// Hosts of the group; 0 where that is not known. Who says so gives the plan their ranks: [`super::Shape::hosts`].
+    /// Number of hosts of the group; 0 if it is not known. Whoever sets it must also tell the plan each rank's host ([`super::Shape::hosts`]).
     pub hosts: usize,
     /// Only algorithms that are [`deterministic`].
     pub deterministic: bool,
@@ -46,8 +48,8 @@ pub struct Env {
     pub in_order: bool,
 }
 
-/// The algorithm for a collective of `bytes` (of `count` elements: of one block, where there are several; of the
-/// largest, where blocks differ). It is there for every shape of these ranks and hosts.
+/// The algorithm for a collective of `bytes` (those of `count` elements: of one block, where there are several; of the
+/// largest, where blocks differ). There is a plan by it for every shape with these numbers of ranks and hosts.
 #[inline]
 pub fn choose(kind: Kind, bytes: usize, env: &Env) -> Algo {
     let small = bytes <= SMALL;

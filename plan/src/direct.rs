@@ -1,4 +1,4 @@
-//! Direct, the reducing ones: rank p reduces chunk p, straight from all ranks and in rank order.
+//! `direct` for the collectives that reduce: rank p gets chunk p straight from all ranks, and reduces it in rank order.
 //!
 //! | collective | hops | a rank sends | source |
 //! |---|---|---|---|
@@ -6,12 +6,12 @@
 //! | reduce | 2 | `count` (the root `(n-1)/n * count`) | reduce-scatter + gather, the same |
 //! | reduce_scatter | 1 | `(n-1) * count` | pairwise exchange: Thakur, Rabenseifner, Gropp, "Optimization of collective communication operations in MPICH", 2005 |
 //!
-//! Each result is rounded once per operand in rank order, whatever the size and the link: deterministic.
+//! One step combines each result in rank order, whatever the size and the link, so the bits are always the same.
 
 use crate::shape::{keep, send};
 use crate::{Kind, Operand, Plan, Shape, Step};
 
-/// Chunk p goes to p, which reduces it and sends the result to all.
+/// Chunk p goes to rank p, which reduces it and sends the result to all.
 pub(super) fn all_reduce(s: &Shape) -> Plan {
     let mut steps = scatter(s);
     steps.push(Step { dst: Some(s.out(s.rank)), send: s.others(), ..reduction(s) });
@@ -19,7 +19,8 @@ pub(super) fn all_reduce(s: &Shape) -> Plan {
     s.split(s.n, steps)
 }
 
-/// Chunk p goes to p, which reduces it (in the hand: it owns no memory for it) and sends it to the root.
+/// Chunk p goes to rank p, which reduces it and sends the result to the root. A rank that is not the root has no memory for the
+/// result, so it is only in the hand.
 pub(super) fn reduce(s: &Shape) -> Plan {
     let mut steps = scatter(s);
     if s.rank == s.root {
@@ -31,7 +32,7 @@ pub(super) fn reduce(s: &Shape) -> Plan {
     s.split(s.n, steps)
 }
 
-/// Block p goes to p, which reduces it. In place the other blocks keep their contents.
+/// Block p goes to rank p, which reduces it. In place the other blocks keep their contents.
 pub(super) fn reduce_scatter(s: &Shape) -> Plan {
     let result = if s.in_place { s.rank } else { 0 };
     let mut steps = scatter(s);

@@ -1,15 +1,15 @@
-//! Dissemination: in round k each rank tells the one `2^k` further on all it has heard.
+//! Dissemination: in round k each rank sends what it has heard so far to the rank `2^k` after it.
 //!
 //! barrier: `ceil(log2 n)` hops; a rank sends one token per hop.
 //! Source: Hensgen, Finkel, Manber, "Two algorithms for barrier synchronization", IJPP 17(1), 1988.
 //!
-//! A token that has heard of a rank twice (n not a power of two) is no harm: tokens are combined by "or".
-//! The token is sent from where the next one is written: it is gathered in the hand.
+//! If n is not a power of two, a token may contain a rank twice. That does no harm: tokens are combined by "or".
+//! The next token is written where this one is sent from, so it waits in the hand until this one has been released.
 
 use crate::shape::send;
 use crate::{Operand, Plan, Rank, Shape, Step};
 
-/// Nobody leaves before everybody has come.
+/// No rank's last step is over before all ranks have begun.
 pub(super) fn barrier(s: &Shape) -> Plan {
     let rounds = (s.n - 1).ilog2() + 1;
     let to = |k: u32| -> Rank { (s.rank + (1 << k)) % s.n };

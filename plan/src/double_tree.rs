@@ -1,21 +1,21 @@
 //! Double binary tree: two trees, half of the data each, and no rank is an inner node of both.
 //!
-//! all_reduce: `2 ceil(log2 n)` hops; a rank sends at most `2 * count` (two inner links and two outer ones, half each),
-//! so that no rank is busier than in a ring, at the latency of a tree.
+//! all_reduce: `2 ceil(log2 n)` hops; a rank sends at most `2 * count`: half of the data once up and twice down in the tree
+//! in which it is an inner node, and once up in the other. So it sends about as much as in a ring, at the latency of a tree.
 //! Source: Sanders, Speck, Träff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan", Parallel
 //! Computing 35(12), 2009.
 //!
-//! The first tree is the binary tree in order: of ranks counted from 1, the odd ones are leaves. The second has rank 0
-//! (counted: 1) above the same tree of the others, which swaps the roles of odd and even. (The source mirrors the first
-//! tree or goes round its end; so both trees are in order: lower ranks are always on the left, and every sum is
-//! combined in rank order.)
+//! In the first tree the ranks are in order from left to right, and the ranks 0, 2, 4, ... are leaves. In the second, rank 0 is
+//! the root, and its only child is the root of such a tree of the other ranks: there the ranks 1, 3, 5, ... are leaves. (The
+//! source makes the second tree by mirroring or shifting the first. Here lower ranks are on the left in both trees, so every
+//! sum is combined in rank order.)
 
 use crate::shape::send;
 use crate::tree::Tree;
 use crate::{Operand, Plan, Rank, Shape, Step};
 
-/// Chunk 0 up and down the first tree, chunk 1 the second. All that goes up comes before all that goes down: the trees
-/// share links.
+/// Chunk 0 goes up and down the first tree, chunk 1 up and down the second. The steps of both trees that go up come before
+/// all that go down: the trees share links, and the messages of a link keep the order of the steps.
 pub(super) fn all_reduce(s: &Shape) -> Plan {
     let second = match s.rank {
         0 => Tree { upper: vec![root(1, s.n - 1)], ..Tree::default() },
@@ -39,7 +39,7 @@ fn root(first: Rank, size: usize) -> Rank {
     first + (1 << size.ilog2()) - 1
 }
 
-/// A rank's place in that tree: what is before the root is a whole tree, what is after it is again such a tree.
+/// A rank's place in that tree: the ranks before the root are a complete binary tree, those after it a tree of the same sort.
 fn in_order(mut first: Rank, mut size: usize, rank: Rank) -> Tree {
     let mut parent = None;
     loop {

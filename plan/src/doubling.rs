@@ -1,16 +1,16 @@
 //! Recursive doubling (bidirectional exchange, BDE): partners at distance 1, 2, 4, ... exchange all they have.
 //!
-//! all_reduce: `floor(log2 n)` hops, and 1 or 2 more if n is not a power of two (2 if two opposite ranks
-//! fold); a rank sends `count` per hop.
+//! all_reduce: `floor(log2 n)` hops, and 1 or 2 more if n is not a power of two (2 if n is above 1.5 times the largest
+//! power of two below it); a rank sends at most `floor(log2 n) * count`, and `count` more if n is not a power of two.
 //! Source: Thakur, Rabenseifner, Gropp, "Optimization of collective communication operations in MPICH",
-//! IJHPCA 19(1), 2005, section 4.5, also for the folding of other sizes.
+//! IJHPCA 19(1), 2005, section 4.5, also for group sizes that are no power of two.
 //!
-//! With `2^m` the largest power of two in n, the first `2 (n - 2^m)` ranks pair up: the even one hands its
-//! data to the odd one and gets the result from it. What a rank holds is thus always the sum of a run of
-//! neighbouring ranks, partners hold adjoining runs, and the lower run is the first operand on both sides:
-//! all ranks evaluate the same expression, to the bit.
+//! With `2^m` the largest power of two up to n, the first `2 (n - 2^m)` ranks pair up: the even rank of a pair sends its
+//! data to the odd one and gets the result from it. So a rank always holds the sum of consecutive ranks, the ranks of two
+//! partners adjoin, and both partners take the sum of the lower ranks as first operand:
+//! all ranks evaluate the same expression, and get the same bits.
 //!
-//! Both partners write where they send from: the exchange is gathered in the hand.
+//! A partner stores the sum where it sends from, so the sum waits in the hand until the message has been released.
 
 use crate::shape::{keep, send};
 use crate::{Operand, Plan, Rank, Shape, Step};
@@ -24,13 +24,13 @@ pub(super) fn all_reduce(s: &Shape) -> Plan {
         let odd = s.rank + 1;
         return s.split(1, vec![send(s.own(0), vec![odd]), keep(Operand::Recv(odd), s.out(0))]);
     }
-    // Our number among those who exchange, and back.
+    // Our number among the ranks that exchange, and the rank that has a given number.
     let me = if folded { s.rank / 2 } else { s.rank - extra };
     let real = |v: usize| -> Rank { if v < extra { 2 * v + 1 } else { v + extra } };
     let partners: Vec<Rank> =
         (0..power.ilog2()).map(|k| real(me ^ (1 << k))).chain(folded.then(|| s.rank - 1)).collect();
 
-    // The first partner gets our own data, or (folded) ours and our pair's; each later one what we then have.
+    // The first partner gets our own data, or, if we are folded, the sum of our pair; each later partner gets the sum so far.
     let (mut steps, mut have) = (Vec::new(), s.own(0));
     if folded {
         steps.push(combine(s, s.rank - 1, have, partners[0]));
@@ -48,7 +48,7 @@ pub(super) fn all_reduce(s: &Shape) -> Plan {
     s.split(1, steps)
 }
 
-/// Add `from`'s run to ours, the lower one first, and send the sum to `to`.
+/// Adds the sum that `from` sends to ours, that of the lower ranks first, stores it in the output and sends it to `to`.
 fn combine(s: &Shape, from: Rank, ours: Operand, to: Rank) -> Step {
     let theirs = Operand::Recv(from);
     let operands = if from < s.rank { vec![theirs, ours] } else { vec![ours, theirs] };

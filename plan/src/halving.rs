@@ -1,4 +1,4 @@
-//! Halving and doubling on a circulant graph: partners at distance 1, 2, 4, ... (or back), any number of ranks.
+//! Halving and doubling on a circulant graph: partners at distance 1, 2, 4, ... or ..., 4, 2, 1, for any number of ranks.
 //!
 //! | collective | algorithm | hops | a rank sends | source |
 //! |---|---|---|---|---|
@@ -6,13 +6,13 @@
 //! | reduce_scatter | recursive halving | `floor(log2 n)` | `(n-1) * count` | Träff, "Optimal, non-pipelined reduce-scatter and allreduce algorithms", 2024 |
 //! | all_reduce | halving, then doubling | `2 floor(log2 n)` | `2 (n-1)/n * count` | the same; for powers of two Rabenseifner, "Optimization of collective reduction operations", ICCS 2004 |
 //!
-//! Where n is no power of two nothing is folded and nobody idles. Block b goes out from rank b along one tree: the rank
-//! at distance d (counted onwards from b) has it from distance d without its highest bit. A sum comes in along the same
-//! tree. A block has a place of its own, so nothing is ever shifted about as in the source. (There are `ceil(log2 n)`
-//! distances, but no block travels all of them unless n is a power of two: hence the hops.)
+//! If n is not a power of two, no ranks are folded into others, and none idles. Block b goes out from rank b along a tree: the
+//! rank `b + d` gets it from the rank `b + e` (both mod n), where e is d without its highest bit. Sums for block b come in
+//! along the same tree. Each block has its place in memory, so blocks are never shifted, as they are in the source. (There are
+//! `ceil(log2 n)` distances, but no block travels all of them unless n is a power of two: so there are `floor(log2 n)` hops.)
 //!
-//! Sums are combined in the order of that tree, which is not the ranks'. Each block is finished by one rank, and all
-//! get that rank's bits.
+//! Sums are combined in the order of that tree, which is not rank order. One rank finishes each block, and all get that rank's
+//! bits.
 
 use crate::shape::{keep, send};
 use crate::spread::first;
@@ -25,12 +25,12 @@ pub(super) fn all_gather(s: &Shape) -> Plan {
     s.whole(Kind::AllGather, steps)
 }
 
-/// Each block comes in along its tree, to the rank whose it is.
+/// The sums for each block come in along its tree, to the rank that the block belongs to.
 ///
-/// A sum that is only sent on is kept in place in its own block: **some of the other ranks' blocks are overwritten**. Out
-/// of place it is kept in lent memory. (In hands the plan would stop as soon as a block has three slices.)
+/// In place, a sum that is only sent on is stored in its block: **some of the other ranks' blocks are overwritten**. Out of
+/// place it is stored in scratch memory. (If it were only in the hand, the plan would deadlock once a block has three slices.)
 pub(super) fn reduce_scatter(s: &Shape) -> Plan {
-    // Sums of the ranks up to this distance before us pass through us.
+    // The sums for the ranks up to this distance before us pass through us.
     let inner = (1..s.n).take_while(|&d| further(s, d).next().is_some()).count();
     let place = |d: usize| match (s.in_place, s.varied) {
         (true, _) => s.out(s.before(d)),
@@ -49,7 +49,7 @@ pub(super) fn reduce_scatter(s: &Shape) -> Plan {
     }
 }
 
-/// The one, then the other. A partial sum is kept where the result comes to lie.
+/// The reduce-scatter, then the all-gather. A partial sum is stored in the output, where later the result of its chunk lies.
 pub(super) fn all_reduce(s: &Shape) -> Plan {
     let mut steps = Vec::with_capacity(2 * s.n);
     for d in (1..s.n).rev() {
@@ -62,26 +62,26 @@ pub(super) fn all_reduce(s: &Shape) -> Plan {
     s.split(s.n, steps)
 }
 
-/// The block of the rank `d` before us: to us from nearer to it, and on.
+/// Receives the block of the rank `d` before us from the rank nearer to it in the tree, stores it and sends it further out.
 fn outwards(s: &Shape, d: usize) -> Step {
     Step { send: set(further(s, d)), ..keep(Operand::Recv(nearer(s, d)), s.out(s.before(d))) }
 }
 
-/// Our own and all further sums for the rank `d` before us, on to nearer to it.
+/// Adds to our own data for the rank `d` before us the sums that come from further out, and sends the result nearer to it.
 fn inwards(s: &Shape, d: usize) -> Step {
     let own = s.own(s.before(d));
     let operands = [own].into_iter().chain(further(s, d).map(Operand::Recv)).collect();
     Step { operands, ..send(own, if d > 0 { vec![nearer(s, d)] } else { vec![] }) }
 }
 
-/// Who gets from us the block of the rank `d` before us.
+/// The ranks to which we send the block of the rank `d` before us, and from which we get sums for it.
 fn further(s: &Shape, d: usize) -> impl Iterator<Item = Rank> + use<> {
     let (n, rank) = (s.n, s.rank);
     let bits = usize::BITS - d.leading_zeros();
     (bits..).map(|k| 1 << k).take_while(move |far| d + far < n).map(move |far| (rank + far) % n)
 }
 
-/// From whom we get it.
+/// The rank from which we get the block of the rank `d` before us, and to which we send our sum for it; `d` is not 0.
 fn nearer(s: &Shape, d: usize) -> Rank {
     s.before(1 << d.ilog2())
 }

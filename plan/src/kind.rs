@@ -17,7 +17,7 @@ macro_rules! named {
         impl $type {
             const EVERY: [$type; [$($number),*].len()] = [$($type::$variant),*];
 
-            /// The field's name, as on the command line and in variables of the environment.
+            /// The name, as on the command line and in environment variables.
             #[inline]
             pub const fn name(self) -> &'static str {
                 match self {
@@ -25,7 +25,7 @@ macro_rules! named {
                 }
             }
 
-            /// The one with this wire number.
+            /// The value that has this number between ranks.
             #[inline]
             pub fn from_u8(value: u8) -> Option<$type> {
                 $type::EVERY.into_iter().find(|one| *one as u8 == value)
@@ -69,42 +69,42 @@ named! {
 }
 
 named! {
-    /// How a collective is carried out. Which there are for which, and at what cost: `docs/algorithms.md`.
+    /// How a collective is carried out. `docs/algorithms.md` lists the algorithms of each collective, and what they cost.
     #[derive(Default)]
     pub enum Algo {
         /// Chosen by size, group and links; the same on every rank.
         #[default]
         Auto = 0 "auto",
-        /// One hop: every rank sends all it has to all who need it. Lowest latency, most bytes.
+        /// Every rank sends all its data to all ranks that need them: one hop, but the most bytes.
         OneShot = 1 "oneshot",
-        /// Straight from who has it to who needs it; where something is reduced or spread, each rank does so with one
-        /// chunk: two hops ("two-shot").
+        /// Data go straight from the rank that has them to the ranks that need them. In an all_reduce, a reduce and a
+        /// broadcast each rank reduces or distributes one chunk: two hops ("two-shot").
         Direct = 2 "direct",
-        /// Round the ring; the fewest bytes on each wire, `n-1` hops, and as many back in an all_reduce.
+        /// Each rank sends only to the next one in a ring: the fewest bytes on each wire, `n-1` hops, twice as many in an all_reduce.
         Ring = 3 "ring",
-        /// Exchange with partners at doubling distance (in an all_reduce bidirectional, BDE): `log2 n` hops.
+        /// Ranks exchange with partners at distance 1, 2, 4, ... (in an all_reduce: bidirectional exchange, BDE): `log2 n` hops.
         RecursiveDoubling = 4 "recursive_doubling",
-        /// Each round tells the rank `2^k` further on: `ceil(log2 n)` hops. Barrier.
+        /// For barriers: in round k each rank sends a token to the rank `2^k` after it. `ceil(log2 n)` hops.
         Dissemination = 5 "dissemination",
-        /// Everyone to rank 0, and back from there: the textbook's (and the seeds') first try.
+        /// All ranks send to rank 0, which sends the result to all: the textbook's first try, and the baseline for the others.
         Naive = 6 "naive",
         /// Two binary trees, half the data each; no rank is an inner node in both.
         DoubleBinaryTree = 7 "double_binary_tree",
-        /// A minimum spanning tree: the group is halved again and again. In rank order from any root.
+        /// A minimum spanning tree: the group is halved again and again. Combines in rank order, whatever the root.
         Mst = 8 "mst",
-        /// Reduce-scatter by halving distances, then all-gather by doubling them; any number of ranks, none idles.
+        /// A reduce-scatter at halving distances, then an all-gather at doubling ones; for any number of ranks, none of which idles.
         HalvingDoubling = 9 "halving_doubling",
-        /// First inside each host, then between hosts, then inside each host. Several hosts with several ranks.
+        /// First inside each host, then between hosts, then inside each host. For several hosts, not all of which have only one rank.
         TwoLevel = 10 "two_level",
-        /// A binomial tree, ranks counted from the root.
+        /// A binomial tree of the ranks, counted from the root.
         Binomial = 11 "binomial",
-        /// From rank to rank in one line, in slices that follow each other.
+        /// From rank to rank in one line, slice after slice.
         Chain = 12 "chain",
         /// Broadcast as scatter and all-gather by a ring; reduce as reduce-scatter by a ring and gather.
         ScatterAllGather = 13 "scatter_all_gather",
-        /// In each round ranks are paired, and partners exchange what is each other's.
+        /// In each round the ranks form pairs, and the two of a pair exchange the blocks that they have for each other.
         Pairwise = 14 "pairwise",
-        /// Sums for others go to partners at halving distance: `log2 n` hops, any number of ranks.
+        /// Sums for other ranks go to partners at halving distances: `log2 n` hops, for any number of ranks.
         RecursiveHalving = 15 "recursive_halving",
     }
 }
@@ -122,13 +122,13 @@ impl Kind {
         )
     }
 
-    /// Whether there is a form with a count for each rank.
+    /// Whether this collective has a form in which each rank has a count of its own.
     #[inline]
     pub const fn varies(self) -> bool {
         matches!(self, Kind::AllGather | Kind::ReduceScatter | Kind::Gather | Kind::Scatter | Kind::AllToAll)
     }
 
-    /// Whether a rank gets what the ranks before it have combined.
+    /// Whether each rank gets the reduction of the ranks before it (in a scan also of itself).
     #[inline]
     pub const fn is_scan(self) -> bool {
         matches!(self, Kind::Scan | Kind::ExScan)

@@ -5,14 +5,14 @@
 //! | all_reduce ("one-pass") | 2: the loan, and its way back | `count` of all inputs together, `count` of all outputs | the same division of work as `direct`, without the messages; in the GPU libraries "two-shot over peer memory" |
 //!
 //! Rank p folds chunk p of all inputs in rank order and writes it into all outputs: so the ranks together read each input once
-//! and write each output once, which is the least there is. As messages, each chunk is read and written once more on its way to
-//! every other rank.
+//! and write each output once, which is the least possible. If the chunks went as messages, each would be read and written once
+//! more on its way to every other rank.
 
 use crate::shape::Shape;
 use crate::{Algo, Kind, Loan, Operand, Plan, Step};
 
-/// One rank's plan of loans that comes to the same result as [`super::plan`] by this algorithm, bit for bit; none where nobody
-/// has written one.
+/// One rank's plan of loans, with the same result, bit for bit, as [`super::plan`] by this algorithm. `None` if there is no such plan
+/// for this collective and algorithm, or only one rank.
 pub fn lending(kind: Kind, algo: Algo, s: &Shape) -> Option<Plan> {
     let folds = kind == Kind::AllReduce && matches!(algo, Algo::Direct | Algo::OneShot);
     (folds && s.n > 1).then(|| all_reduce(s))

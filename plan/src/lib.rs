@@ -1,4 +1,4 @@
-//! Collectives as plans: pure functions from a group's shape to what one rank does, and a checker for them.
+//! Collectives as plans: pure functions that turn a group's shape into a list of steps for one rank, and a checker for these lists.
 //!
 //! [`plan`] makes one rank's [`Plan`]; [`Program::compile`] adds what an executor needs to run it;
 //! [`check::check`] runs the plans of all ranks symbolically, without any buffering, and says exactly
@@ -49,10 +49,10 @@ pub use step::{At, INPUT, Layout, Loan, OUTPUT, Operand, Plan, SCRATCH, Slot, St
 /// A rank inside one group, `0..n`.
 pub type Rank = usize;
 
-/// The most ranks of a group.
+/// The largest number of ranks in a group.
 pub const MOST_RANKS: usize = 1 << 16;
 
-/// One rank's plan of `kind` by `algo`.
+/// The plan of one rank for the collective `kind` by the algorithm `algo`.
 ///
 /// Out of place the plan reads [`INPUT`] and writes [`OUTPUT`]; in place it uses only [`OUTPUT`] of these two, which holds the
 /// input at the start. How these slots are cut into chunks ([`Layout`]):

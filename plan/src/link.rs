@@ -5,24 +5,24 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-/// A class of links, by its name: what ranks choose, what tables are made for, what reports speak of. Between the ranks of a
-/// group it is the class of the farthest two.
+/// The name of a class of links. Users choose links by it, each row of a tuning table is for one class, and reports name it. The
+/// class of a group is that of the link between the two ranks that are farthest apart.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct LinkClass([u8; LinkClass::LONGEST]);
 
 impl LinkClass {
-    /// All are in one process.
+    /// All ranks are in one process.
     pub const INPROC: LinkClass = LinkClass::named("inproc");
-    /// All are on one host, and share memory.
+    /// All ranks are on one host, and share memory.
     pub const SHM: LinkClass = LinkClass::named("shm");
-    /// TCP between some of them.
+    /// TCP between some ranks.
     pub const TCP: LinkClass = LinkClass::named("tcp");
-    /// RDMA between some of them.
+    /// RDMA between some ranks.
     pub const RDMA: LinkClass = LinkClass::named("rdma");
 
     const LONGEST: usize = 8;
 
-    /// For constants: a name that is too long does not compile there.
+    /// The class with this name. A name of more than 8 bytes panics; in a constant it does not compile.
     pub const fn named(name: &str) -> LinkClass {
         let mut bytes = [0; LinkClass::LONGEST];
         let (from, mut at) = (name.as_bytes(), 0);
@@ -33,7 +33,7 @@ impl LinkClass {
         LinkClass(bytes)
     }
 
-    /// As on the command line.
+    /// The name, as on the command line.
     pub fn name(&self) -> &str {
         let len = self.0.iter().position(|byte| *byte == 0).unwrap_or(self.0.len());
         std::str::from_utf8(&self.0[..len]).unwrap_or_default()
@@ -55,7 +55,7 @@ impl fmt::Debug for LinkClass {
 impl FromStr for LinkClass {
     type Err = String;
 
-    /// Whether there are such links is not asked here.
+    /// Accepts every well-formed name, whether or not there are links of that class.
     fn from_str(name: &str) -> Result<LinkClass, String> {
         let is_name = (1..=Self::LONGEST).contains(&name.len())
             && name.bytes().all(|byte| byte.is_ascii_lowercase() || byte.is_ascii_digit());

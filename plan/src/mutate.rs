@@ -1,8 +1,8 @@
-//! Plans broken on purpose, to see that what should notice does.
+//! Plans broken on purpose, to test that the checker and the conformance tests notice.
 //!
 //! [`mutations`] lists the single changes to one rank's plan that are certain to be wrong, whatever the
-//! timing. The checker must refuse every one; in a test build the engine runs them too, and conformance
-//! must fail (by a wrong answer, an error or a timeout) on every link.
+//! timing. The checker must refuse every one. In a test build the engine runs them too, over each kind of link that
+//! the conformance tests use, and at least one rank must fail (by a wrong answer, an error or a timeout).
 
 use crate::{At, Kind, Layout, OUTPUT, Operand, Plan, SCRATCH, Step};
 
@@ -15,34 +15,36 @@ pub enum Mutation {
     DropOperand(usize),
     /// The result is not kept.
     DropDst,
-    /// The k-th rank of the set is not sent to.
+    /// The result is not sent to the k-th rank of `send`.
     DropSend(usize),
-    /// Operand k is the next chunk of its slot.
+    /// Operand k is read from the next chunk of its slot.
     WrongOperand(usize),
-    /// The result goes to the next chunk of its slot.
+    /// The result is stored in the next chunk of its slot.
     WrongDst,
-    /// `finish` is turned over. At run time only an average shows it.
+    /// `finish` is inverted. At run time only the result of an average changes.
     FlipFinish,
-    /// The result is not written into the k-th of the loans that it goes to.
+    /// The result is not written into the loan of the k-th rank of `into`.
     DropInto(usize),
-    /// What is lent for reading is the next chunk of its slot.
+    /// The chunk that is lent for reading is replaced by the next one of its slot.
     WrongLoanRead,
-    /// What is lent for writing is the next chunk of its slot.
+    /// The chunk that is lent for writing is replaced by the next one of its slot.
     WrongLoanWrite,
     /// This step and the next, which touch the same memory, change places.
     SwapNext,
 }
 
-/// Every mutation of a plan for `kind` that is certain to be wrong, with the step it applies to.
+/// Every mutation of a plan for `kind` that is certain to be wrong, with the index of the step it applies to.
 ///
-/// Left out, being no change in what is computed: where a partial sum that is only sent on, or anything in lent memory
-/// that is, is kept (its `dst` may as well be another, or a hand), and the order of independent steps. In a barrier
-/// also the order of the rest, and the keeping of a token between rounds: a rank that tells more than it must, or
-/// hears again what it forgot, does no harm. In scans also `finish` (there is no average that would show it), and the
-/// order of two sums the first of which nobody else sees (what commutes does not show it). The checker refuses both.
+/// Omitted are changes that may leave the result right:
+/// - In every plan: where a step stores what is only sent on, if that is a partial sum or lies in scratch memory; and the order of
+///   independent steps.
+/// - In a barrier also: the order of dependent steps, and whether a token is stored between rounds. A rank that passes on more
+///   than it must, or hears again what it has lost, does no harm.
+/// - In scans also: `finish` (it matters only to an average, and there is none of a scan), and the order of two sums of which the
+///   first is not sent (with a commutative reduction the result is the same). The checker would refuse both.
 ///
-/// Of a step that lends ([`Step::loan`]), what may be read or what may be written is another chunk, if its slot has another. Where
-/// both are the same chunk, as they are in place, one of the two is changed and the other stays.
+/// A step that lends ([`Step::loan`]) is dropped, or lends another chunk for reading or for writing, if its slot has another. In
+/// place, where the loan reads and writes the same chunk, only one of the two is replaced.
 pub fn mutations(kind: Kind, plan: &Plan) -> Vec<(usize, Mutation)> {
     let exact = kind != Kind::Barrier;
     let scan = kind.is_scan();
@@ -67,7 +69,7 @@ pub fn mutations(kind: Kind, plan: &Plan) -> Vec<(usize, Mutation)> {
         all.extend((0..step.send.len()).map(|k| (i, Mutation::DropSend(k))));
         all.extend((0..step.into.len()).map(|k| (i, Mutation::DropInto(k))));
         if let Some(at) = step.dst {
-            // Kept for more than to be sent on: a result, a copy of one, or read again here.
+            // Whether `dst` serves more than sending: it holds a result or a copy of one, or a later step reads it.
             let touches = |later: &&Step| later.dst == Some(at) || later.operands.contains(&Operand::Own(at));
             let next = plan.steps[i + 1..].iter().find(touches);
             let read = next.is_some_and(|later| later.operands.contains(&Operand::Own(at)));
@@ -95,7 +97,7 @@ pub fn mutations(kind: Kind, plan: &Plan) -> Vec<(usize, Mutation)> {
     all
 }
 
-/// Break the plan.
+/// Breaks the plan at this step.
 ///
 /// # Panics
 /// If the mutation is not one that [`mutations`] lists for this plan and step.

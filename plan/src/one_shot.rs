@@ -8,14 +8,14 @@
 //! | scan, exscan | 1 | `(n-1-rank) * count`; each rank reduces what is before it, in rank order | the definition (MPI 4.1, 6.11) |
 //!
 //! The naive all_reduce is a reduce to rank 0, then a broadcast from there: 2 hops, and rank 0 sends `(n-1) * count`.
-//! It is what one writes first, and the yardstick of the others.
+//! It is the obvious first implementation, and the baseline for the others.
 
 use crate::shape::{keep, send};
 use crate::{Operand, Plan, Rank, Shape, Step};
 
-/// Send all to all; everyone reduces in rank order, so all get the same bits.
+/// Every rank sends its input to all others, and all reduce in rank order, so all get the same bits.
 ///
-/// In place, the result overwrites what is being sent: the reduction is gathered in the hand.
+/// In place, the result overwrites what is being sent, so it waits in the hand until all receivers have released the input.
 pub(super) fn all_reduce(s: &Shape) -> Plan {
     s.split(1, vec![send(s.own(0), s.others()), reduction(s)])
 }
@@ -28,7 +28,7 @@ pub(super) fn naive(s: &Shape) -> Plan {
     s.split(1, vec![send(s.own(0), vec![0]), keep(Operand::Recv(0), s.out(0))])
 }
 
-/// Each sends to all after it, and reduces what comes from all before it: with its own in a scan, without in an exscan.
+/// Each rank sends its input to all ranks after it, and reduces the inputs of all ranks before it, in a scan (`own`) also its own.
 ///
 /// `finish` is false in every scan: results differ in how many contributions they hold, and an average of a scan is
 /// refused by the caller.

@@ -2,16 +2,17 @@
 //!
 //! | collective | hops | a rank sends | source |
 //! |---|---|---|---|
-//! | scan | `floor(log2 n)` | `ceil(log2 n) * count` (rank 0, which is done at once) | Hillis, Steele, "Data parallel algorithms", CACM 29(12), 1986 |
-//! | exscan | `1 + floor(log2 (n-1))` | `(1 + ceil(log2 (n-1))) * count` (rank 1) | the same, of what each rank has from the one before it |
+//! | scan | `floor(log2 n)` | `ceil(log2 n) * count` (rank 0, whose own input is its result) | Hillis, Steele, "Data parallel algorithms", CACM 29(12), 1986 |
+//! | exscan | `1 + floor(log2 (n-1))` | `(1 + ceil(log2 (n-1))) * count` (rank 1) | the same, over the inputs shifted by one rank |
 //!
-//! After round k a rank has the sum of the `2^(k+1)` ranks up to itself; what comes is always of lower ranks and the
-//! first operand: results are combined in rank order. `finish` is false, as in every scan.
+//! After round k of a scan a rank has the sum of its own input and those of the `2^(k+1) - 1` ranks before it (of all ranks before
+//! it, if they are fewer). A received sum is of lower ranks and is the first operand, so results are combined in rank order.
+//! `finish` is false, as in every scan.
 
 use crate::shape::{keep, send};
 use crate::{Operand, Plan, Rank, Shape, Step};
 
-/// With our own.
+/// The inclusive scan: each result includes the rank's own input.
 pub(super) fn scan(s: &Shape) -> Plan {
     let rounds = Rounds { s, first: 0 };
     let to = rounds.at_first();
@@ -25,8 +26,8 @@ pub(super) fn scan(s: &Shape) -> Plan {
     s.split(1, steps)
 }
 
-/// All shift by one rank, then scan what they now have. In place what is shifted lies in one place on all ranks: it is
-/// gathered before that place is free.
+/// Each rank sends its input to the next rank; then ranks 1 and up scan what they received. In place a rank receives into the
+/// memory that it sends from, so it gathers the received data before that memory is free (`early`).
 pub(super) fn exscan(s: &Shape) -> Plan {
     let mut steps = Vec::new();
     if s.rank + 1 < s.n {
@@ -42,19 +43,19 @@ pub(super) fn exscan(s: &Shape) -> Plan {
     s.split(1, steps)
 }
 
-/// The rounds of our rank, among those from `first` on.
+/// The rounds of our rank in a scan over the ranks from `first` on.
 struct Rounds<'a> {
     s: &'a Shape<'a>,
     first: Rank,
 }
 
 impl Rounds<'_> {
-    /// How many rounds bring something.
+    /// The number of rounds in which we receive.
     fn receives(&self) -> usize {
         (self.s.rank - self.first).checked_ilog2().map_or(0, |k| k as usize + 1)
     }
 
-    /// Who gets what we have before round k: its receiver, or, once nothing more comes, those of all further rounds.
+    /// Who gets the sum that we have before round k: our receiver of round k or, if we receive no more, those of this and all later rounds.
     fn to(&self, k: usize) -> Vec<Rank> {
         let end = if k < self.receives() { k + 1 } else { usize::BITS as usize - 1 };
         (k..end).map_while(|k| Some(self.s.rank + (1 << k)).filter(|&to| to < self.s.n)).collect()
@@ -64,7 +65,7 @@ impl Rounds<'_> {
         self.to(0)
     }
 
-    /// Add what comes to what we have.
+    /// In each round, adds the received sum to what we `have`, and sends the result on.
     fn run(&self, mut have: Operand, steps: &mut Vec<Step>) {
         let dst = self.s.out(0);
         for k in 0..self.receives() {

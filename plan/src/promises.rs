@@ -1,4 +1,4 @@
-//! Which algorithms there are, when each can be used, and what it promises about the order of what it combines.
+//! Which algorithms there are, when each can be used, and what it promises about the order in which it combines.
 
 use crate::two_level;
 use crate::{Algo, Kind, MOST_RANKS, Shape, Unsuitable};
@@ -29,12 +29,13 @@ pub const fn algorithms(kind: Kind) -> &'static [Algo] {
     }
 }
 
-/// Whether there is such a plan. On all ranks of a group the answer is the same.
+/// Whether [`super::plan`] has such a plan. The answer is the same on all ranks of a group.
 ///
 /// # Errors
-/// [`Unsuitable`], with the reason: the algorithm is not one of [`algorithms`] (so never [`Algo::Auto`]); the shape is
-/// not a group (no ranks, more than [`MOST_RANKS`](crate::MOST_RANKS), a rank or root outside it); a count for each rank was asked of a collective or an
-/// algorithm that has no such form; or the hosts of the ranks leave nothing to do for [`Algo::TwoLevel`].
+/// [`Unsuitable`], with the reason: the algorithm is not one of [`algorithms`] (so never [`Algo::Auto`]); the shape is not a
+/// group (no ranks, more than [`MOST_RANKS`](crate::MOST_RANKS), a rank or root outside it); each rank has a count of its own, but
+/// the collective or the algorithm has no such form; or, for [`Algo::TwoLevel`], there is one host, each host has one rank, or
+/// `hosts` is not as [`Shape::hosts`] says.
 #[inline]
 pub fn suitable(kind: Kind, algo: Algo, shape: &Shape) -> Result<(), Unsuitable> {
     let no = |why: String| Err(Unsuitable { kind, algo, why });
@@ -71,16 +72,15 @@ pub fn suitable(kind: Kind, algo: Algo, shape: &Shape) -> Result<(), Unsuitable>
 pub const fn keeps_rank_order(kind: Kind, algo: Algo) -> bool {
     match kind {
         Kind::AllReduce => !matches!(algo, Algo::Ring | Algo::HalvingDoubling | Algo::TwoLevel),
-        // These go round the end of the group where the root is not rank 0.
+        // The first two wrap round the end of the group unless the root is rank 0; the third sums in a ring, whatever the root.
         Kind::Reduce => !matches!(algo, Algo::Binomial | Algo::Chain | Algo::ScatterAllGather),
         Kind::ReduceScatter => !matches!(algo, Algo::Ring | Algo::RecursiveHalving),
         _ => true,
     }
 }
 
-/// Whether every result is combined by one step from all contributions in rank order, so that its bits depend on
-/// neither the size, the number of chunks nor which of these algorithms it was. True where nothing is combined. The
-/// checker proves it.
+/// Whether one step combines all contributions to each result in rank order. The bits of the result then do not depend on the
+/// size, the number of chunks, or which of these algorithms was used. True where nothing is combined. The checker proves it.
 #[inline]
 pub const fn deterministic(kind: Kind, algo: Algo) -> bool {
     match kind {

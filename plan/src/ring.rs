@@ -1,4 +1,4 @@
-//! Ring: every rank talks to its two neighbours only, and every wire carries the least there is to carry.
+//! Ring: every rank talks to its two neighbours only, and every wire carries as few bytes as possible.
 //!
 //! | collective | hops | a rank sends | source |
 //! |---|---|---|---|
@@ -6,9 +6,9 @@
 //! | all_gather | `n-1` | `(n-1) * count` | Thakur, Rabenseifner, Gropp, "Optimization of collective communication operations in MPICH", 2005 |
 //! | reduce_scatter | `n-1` | `(n-1) * count` | the first half of the all_reduce |
 //!
-//! A chunk is summed in ring order from where it starts, so its bits depend on its index, but one rank
-//! finishes it and all get that rank's bits. Every step that receives and sends on keeps what it sends in
-//! memory: a ring of values held in hands stops as soon as a chunk has more slices than one.
+//! A chunk is summed in ring order from the rank where it starts, so the rounding depends on the chunk's index. But one rank
+//! finishes it, and all get that rank's bits. Every step that receives and sends on stores what it sends in `dst`: a ring of steps
+//! that keep it only in the hand deadlocks as soon as a chunk has more than one slice.
 
 use crate::shape::{keep, send};
 use crate::spread::first;
@@ -40,10 +40,9 @@ pub(super) fn all_gather(s: &Shape) -> Plan {
 
 /// Block b starts at rank b + 1 and arrives, complete, at rank b.
 ///
-/// In place a partial sum is kept in its own block: **other ranks' blocks are overwritten**. Out of place
-/// there is one chunk of memory, the output: every partial sum is kept there until it has left, and the
-/// next one is gathered in the hand meanwhile. Where blocks differ in length, it is no place for the others: each
-/// partial sum then has one of its own, in lent memory.
+/// In place a partial sum is stored in its block of the output: **other ranks' blocks are overwritten**. Out of place the output
+/// has one chunk: every partial sum is stored there until it has been sent, and the next one is gathered in the hand meanwhile.
+/// Where blocks differ in length, that chunk does not fit the other blocks: each partial sum is then stored in scratch memory.
 pub(super) fn reduce_scatter(s: &Shape) -> Plan {
     let lent = s.varied && !s.in_place && s.n > 2;
     let mut steps = vec![send(s.own(s.before(1)), vec![s.right()])];
@@ -61,7 +60,7 @@ pub(super) fn reduce_scatter(s: &Shape) -> Plan {
     if lent { plan.and_scratch(s.blocks()) } else { plan }
 }
 
-/// What comes from the left plus our own, on to the right.
+/// Adds our own chunk to what the left neighbour sends, and sends the sum to the right neighbour.
 pub(super) fn add(s: &Shape, chunk: usize) -> Step {
     Step {
         operands: vec![Operand::Recv(s.before(1)), s.own(chunk)],

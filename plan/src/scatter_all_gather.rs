@@ -5,15 +5,15 @@
 //! | broadcast | `n-1` | the root `2 (n-1)/n * count`, others at most `(n-1)/n * count` | Barnett et al., "Interprocessor collective communication library (InterCom)", 1994 (van de Geijn's): scatter, then a ring |
 //! | reduce | `n` | `count` | Rabenseifner, "Optimization of collective reduction operations", ICCS 2004, with a ring |
 //!
-//! The rings make the difference from `direct`: a rank talks to its neighbours and the root only. Scatter and gather are
-//! direct, where the sources take a tree: its inner nodes would send as many messages as they do chunks, and more bytes.
+//! What differs from `direct` are the rings: a rank talks to its neighbours and the root only. Scatter and gather are direct. The
+//! sources use a tree for them; here the inner nodes of a tree would send one message for each chunk, and more bytes.
 
 use crate::ring::add;
 use crate::shape::{keep, send};
 use crate::{Layout, Operand, Plan, Rank, Shape, Step};
 
-/// Ranks counted from the root. Rank v gets chunk v from the root, all others from its left, and passes on what the one
-/// on its right does not have.
+/// Ranks are counted from the root. Rank v gets chunk v from the root and all other chunks from its left neighbour, and passes on
+/// every chunk that its right neighbour does not get from the root.
 pub(super) fn broadcast(s: &Shape) -> Plan {
     let (n, v) = (s.n, s.past_root());
     let set = |of: &[usize]| -> Vec<Rank> {
@@ -21,7 +21,7 @@ pub(super) fn broadcast(s: &Shape) -> Plan {
         set.sort_unstable();
         set
     };
-    // In the order in which rank 1 takes them: chunk 1, 0, then down from n - 1.
+    // The root sends the chunks in the order in which rank 1 receives them: 1, 0, then from n - 1 down to 2.
     if v == 0 {
         let step = |j: usize| {
             let dst = (!s.in_place).then(|| s.out(s.real(j)));
@@ -38,8 +38,8 @@ pub(super) fn broadcast(s: &Shape) -> Plan {
     s.split(n, (0..n).map(step).collect())
 }
 
-/// Chunk c starts at rank c and is finished by rank c - 1, which sends it to the root. What goes round is kept in lent
-/// memory, on the root where the result comes to lie: a ring of values held in hands would stop.
+/// Chunk c starts at rank c and is finished by rank c - 1, which sends it to the root. Partial sums are stored in
+/// scratch memory, on the root in the output: a ring of steps that keep them only in the hand would deadlock.
 pub(super) fn reduce(s: &Shape) -> Plan {
     let root = s.rank == s.root;
     let place = |c| if root { s.out(c) } else { s.scratch(c) };

@@ -7,14 +7,14 @@ use crate::{Algo, At, INPUT, Kind, Layout, OUTPUT, Operand, Plan, Rank, SCRATCH,
 pub struct Shape<'a> {
     /// Ranks in the group.
     pub n: usize,
-    /// Whose plan.
+    /// The rank whose plan it is.
     pub rank: Rank,
     /// The root of a broadcast, reduce, gather or scatter; not looked at otherwise.
     pub root: Rank,
     /// Whether input and output are one buffer. A barrier always is.
     pub in_place: bool,
-    /// Whether each rank has a count of its own: chunks are then whole blocks, at the ranges of tables that come with
-    /// the operation ([`Layout::Table`]).
+    /// Whether each rank has a count of its own: chunks are then whole blocks, whose ranges come with the operation, in tables
+    /// ([`Layout::Table`]).
     pub varied: bool,
     /// The host of each rank, numbered from 0 in the order of their first ranks; empty: all ranks share one.
     pub hosts: &'a [u32],
@@ -69,7 +69,7 @@ impl Shape<'_> {
         (self.rank + 1) % self.n
     }
 
-    /// One message from each rank and `own` at our place: operands in rank order.
+    /// Operands in rank order: a message from each other rank, and `own` in our place.
     pub(super) fn in_rank_order(&self, own: Operand) -> Vec<Operand> {
         (0..self.n).map(|p| if p == self.rank { own } else { Operand::Recv(p) }).collect()
     }
@@ -85,7 +85,7 @@ impl Shape<'_> {
         self.over(layout, layout, steps)
     }
 
-    /// Chunk `chunk` of the memory lent for the operation.
+    /// Chunk `chunk` of the scratch memory.
     pub(super) fn scratch(&self, chunk: usize) -> At {
         At { slot: SCRATCH, chunk: chunk as u32 }
     }
@@ -111,7 +111,7 @@ impl Shape<'_> {
         if self.varied { Layout::Table { chunks: 1 } } else { Layout::Split { parts: 1 } }
     }
 
-    /// A plan of a collective whose chunks are whole blocks, or whose data are one piece: see [`super::plan`].
+    /// A plan of a collective whose input and output are each either whole blocks or one piece, as [`super::plan`] lists.
     pub(super) fn whole(&self, kind: Kind, steps: Vec<Step>) -> Plan {
         let root = self.rank == self.root;
         let blocks_if = |yes: bool| if yes { self.blocks() } else { self.one() };
@@ -126,7 +126,7 @@ impl Shape<'_> {
         self.over(blocks_if(input), blocks_if(output), steps)
     }
 
-    /// A group of one: a copy if out of place, and the finishing of a reduction.
+    /// The plan of a group of one: it copies the input if out of place, and finishes a reduction.
     pub(super) fn alone(&self, kind: Kind) -> Plan {
         let finish = finishes(kind);
         let step = Step { finish, ..keep(self.own(0), self.out(0)) };
@@ -135,13 +135,13 @@ impl Shape<'_> {
     }
 }
 
-/// Whether results hold every rank's contribution, so that an average means something: not so in scans.
+/// Whether the collective reduces every rank's contribution into each result, so that it can be an average: scans do not.
 pub(super) fn finishes(kind: Kind) -> bool {
     kind.reduces() && !kind.is_scan()
 }
 
 impl Plan {
-    /// The same plan with a third slot.
+    /// The same plan with a third slot: scratch memory of this layout.
     pub(super) fn and_scratch(mut self, layout: Layout) -> Plan {
         self.slots.push(layout);
         self

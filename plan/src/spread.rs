@@ -1,4 +1,4 @@
-//! Direct, the copying ones: each rank sends one piece straight to all who need it.
+//! `direct` for the collectives that only copy: each rank sends each piece straight to the ranks that need it.
 //!
 //! | collective | hops | a rank sends | source |
 //! |---|---|---|---|
@@ -11,7 +11,7 @@
 use crate::shape::{keep, send};
 use crate::{Kind, Operand, Plan, Rank, Shape, Step};
 
-/// The root sends chunk p to p, which sends it to the others; the root's own chunk goes straight to all.
+/// The root sends chunk p to rank p, which sends it to all others but the root; the root's own chunk goes straight to all.
 pub(super) fn broadcast(s: &Shape) -> Plan {
     let mut steps = Vec::with_capacity(s.n);
     if s.rank == s.root {
@@ -33,7 +33,7 @@ pub(super) fn all_gather(s: &Shape) -> Plan {
     s.whole(Kind::AllGather, steps)
 }
 
-/// Our own block on its way, and into its place if it is not there.
+/// Sends our own block; out of place, also copies it to its place in the output.
 pub(super) fn first(s: &Shape, to: Vec<usize>) -> Step {
     if s.in_place { send(s.own(s.rank), to) } else { Step { dst: Some(s.out(s.rank)), ..send(s.own(0), to) } }
 }
@@ -62,7 +62,7 @@ pub(super) fn scatter(s: &Shape) -> Plan {
     s.whole(Kind::Scatter, steps)
 }
 
-/// All blocks at once, to the right neighbour first and from the left one first.
+/// Sends all blocks at once, the right neighbour's first, then receives all, the left neighbour's first.
 pub(super) fn all_to_all(s: &Shape) -> Plan {
     let mut steps = Vec::with_capacity(2 * s.n);
     steps.extend(s.onwards().map(|p| send(s.own(p), vec![p])));
@@ -71,7 +71,7 @@ pub(super) fn all_to_all(s: &Shape) -> Plan {
     s.whole(Kind::AllToAll, steps)
 }
 
-/// Block `from` of an all_to_all. In place it lies where what is sent to that rank does, and both sides swap.
+/// Receives block `from` of an all_to_all. In place it replaces the block that we send to that rank: the two ranks swap.
 pub(super) fn taken(s: &Shape, from: Rank) -> Step {
     Step { early: s.in_place, ..keep(Operand::Recv(from), s.out(from)) }
 }

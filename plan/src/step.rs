@@ -1,10 +1,9 @@
 //! What one rank does in a collective, as plain data.
 //!
-//! A [`Plan`] is a list of [`Step`]s over named memory ([`Slot`]s). Steps are **dataflow**: only steps
-//! that touch the same `(slot, chunk)` are ordered by it (in list order), and messages between two ranks
-//! travel in list order. A plan knows nothing of bytes, slices, links or time: the executor cuts chunks
-//! into slices and pipelines them, the checker runs the same list symbolically, and so will the
-//! CUDA executor and the simulator.
+//! A [`Plan`] is a list of [`Step`]s over named memory ([`Slot`]s). Steps are **dataflow**: the order of the list binds only two steps
+//! of which one writes a `(slot, chunk)` that the other touches, and the messages between two ranks. A plan knows nothing of
+//! bytes, slices, links or time. The executor (in host memory, on CUDA devices, or in the simulator) cuts chunks into slices and
+//! pipelines them; the checker runs the same list symbolically.
 
 use std::fmt;
 use std::ops::Range;
@@ -18,7 +17,7 @@ pub type Slot = u8;
 pub const INPUT: Slot = 0;
 /// The caller's output.
 pub const OUTPUT: Slot = 1;
-/// Memory of the executor's, for plans that list a third slot: it holds nothing at the start, and is nobody's at the end.
+/// Scratch memory that the executor provides for plans that list a third slot: it holds nothing at the start, and nobody reads it at the end.
 pub const SCRATCH: Slot = 2;
 
 /// One chunk of one slot.
@@ -47,8 +46,8 @@ pub enum Operand {
     Lent(Rank),
 }
 
-/// Memory of our own that a step lends to a peer, until the peer gives it back. Meanwhile the peer may read the one chunk and
-/// write the other, and nobody else touches what it writes.
+/// Memory of our own that a step lends to a peer, until the peer gives it back. Meanwhile the peer may read chunk `read` and
+/// write chunk `write`, and no rank but the peer touches chunk `write`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Loan {
     /// Who borrows it.
@@ -61,35 +60,35 @@ pub struct Loan {
 
 /// `out = operands, combined in the order given;  dst? <- out;  send? <- out`.
 ///
-/// All operands and `dst` have one length. A step with one operand is a copy. `send` is a set: the same
-/// value goes to each rank of it. A send holds its source until every receiver is done with it.
+/// All operands and `dst` have one length. A step with one operand is a copy. `send` is a set: each
+/// rank in it gets the same value. Memory that is sent from is not overwritten until every receiver has released the message.
 ///
-/// Instead, a step may only *lend* memory to a peer (`loan`; then there is nothing else in it). It stores nothing, takes its
-/// place among the messages to that peer, and is over when the peer gives the memory back. The peer has a step that reads what
-/// was lent ([`Operand::Lent`]), writes its result there (`into`) or both; that step gives the memory back when it is done.
+/// A step may instead *lend* memory to a peer (`loan`; its other fields are then empty). Such a step stores nothing, takes its
+/// place among the messages to that peer, and is over when the peer gives the memory back. The peer has a step that reads the lent
+/// memory ([`Operand::Lent`]), writes its result into it (`into`), or both; that step gives the memory back when it is done.
 #[derive(Clone, Debug, PartialEq, Eq, Default)]
 pub struct Step {
     /// What is combined, in this order (floating point is not associative: order is part of the plan).
     pub operands: Vec<Operand>,
-    /// Where the result is kept, if it is.
+    /// Where the result is stored, if anywhere.
     pub dst: Option<At>,
     /// Who receives the result: ascending, without duplicates, without ourselves.
     pub send: Vec<Rank>,
     /// The result holds every rank's contribution: an average divides here, once.
     pub finish: bool,
-    /// A copy that is gathered before its `dst` is free, as a combining step always is: partners that swap what lies in
-    /// the same place would otherwise wait for each other for ever.
+    /// For a copy: gather the operand before `dst` is free, as a combining step always does. Two ranks that exchange data in
+    /// place, each receiving into the memory that it sends from, would otherwise wait for each other for ever.
     pub early: bool,
-    /// What the step lends, if that is what it does.
+    /// What the step lends, if it is a step that lends.
     pub loan: Option<Loan>,
-    /// Whose loans the result is written into: ascending, without duplicates, without ourselves.
+    /// The ranks into whose loans the result is written: ascending, without duplicates, without ourselves.
     pub into: Vec<Rank>,
 }
 
 /// How a slot's elements are cut into chunks, given the operation's `count`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Layout {
-    /// `count` elements in `parts` nearly equal chunks: the first `count % parts` are one longer.
+    /// `count` elements in `parts` nearly equal chunks: the first `count % parts` are one element longer.
     Split {
         /// Number of chunks.
         parts: u32,
@@ -99,7 +98,7 @@ pub enum Layout {
         /// Number of chunks.
         blocks: u32,
     },
-    /// Chunks at ranges that come with the operation: a count for each rank, and places. See [`Shape::varied`].
+    /// Chunks whose ranges come with the operation, as each rank has a count of its own. See [`Shape::varied`].
     ///
     /// [`Shape::varied`]: super::Shape::varied
     Table {
@@ -119,7 +118,7 @@ impl Layout {
         }
     }
 
-    /// Elements of the whole slot; 0 for a table, which knows it itself.
+    /// Elements of the whole slot; 0 for a table, whose ranges come with the operation.
     #[inline]
     pub fn total(self, count: usize) -> usize {
         match self {
@@ -160,8 +159,8 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// Whether any step reads or writes this slot. A rank may have no memory for one that none does (the input of a scatter on all ranks
-    /// but the root, say).
+    /// Whether any step reads or writes this slot (what steps lend is not looked at). A rank may have no memory for a slot that no step
+    /// touches (the input of a scatter on all ranks but the root, say).
     pub fn touches(&self, slot: Slot) -> bool {
         let of = |at: At| at.slot == slot;
         let reads =

@@ -1,18 +1,18 @@
-//! Trees: what a rank does in one, and the minimum spanning tree and the binomial tree themselves.
+//! Trees: what a rank does in a tree, and the shapes of the minimum spanning tree and of the binomial tree.
 //!
 //! | collective | tree | hops | a rank sends | source |
 //! |---|---|---|---|---|
-//! | broadcast | minimum spanning | at most `ceil(log2 n)` | at most `ceil(log2 n) * count` (the root 0 that) | Barnett et al., "Interprocessor collective communication library (InterCom)", 1994; Chan et al., "Collective communication: theory, practice, and experience", 2007 |
+//! | broadcast | minimum spanning | at most `ceil(log2 n)` | at most `ceil(log2 n) * count` (root 0 exactly that) | Barnett et al., "Interprocessor collective communication library (InterCom)", 1994; Chan et al., "Collective communication: theory, practice, and experience", 2007 |
 //! | reduce | minimum spanning | the same | `count` | the same |
 //! | all_reduce | minimum spanning, root 0 | twice that | `ceil(log2 n) * count` | the same: reduce, then broadcast |
 //! | broadcast | binomial | `floor(log2 n)` | the root `ceil(log2 n) * count` | Thakur, Rabenseifner, Gropp, "Optimization of collective communication operations in MPICH", 2005 |
 //! | reduce | binomial | `floor(log2 n)` | `count` | the same |
 //!
-//! A rank reduces its own and what all its children send in one step. In the minimum spanning tree every subtree is a
+//! A rank reduces its own data and what all its children send in one step. In the minimum spanning tree every subtree is a
 //! run of neighbouring ranks, whatever the root, so operands are in rank order. The binomial tree counts ranks from the
-//! root and goes round the end of the group: its order is that of the ranks only from root 0.
+//! root and wraps round the end of the group, so it combines in rank order only if the root is rank 0.
 //!
-//! In a reduce a rank that is not the root keeps nothing: what it sends on is in the hand.
+//! In a reduce a rank that is not the root stores nothing: the sum that it sends is in the hand.
 
 use crate::shape::{keep, send};
 use crate::{At, Operand, Plan, Rank, Shape, Step};
@@ -20,16 +20,16 @@ use crate::{At, Operand, Plan, Rank, Shape, Step};
 /// A rank's place in a tree.
 #[derive(Debug, Default)]
 pub(super) struct Tree {
-    /// Where its sum goes, and the result comes from; none: it is the root.
+    /// The rank that it sends its sum to, and gets the result from; `None` for the root.
     pub(super) parent: Option<Rank>,
-    /// Children whose sums come before its own.
+    /// Children whose sums come before its own data in the order of operands, ascending.
     pub(super) lower: Vec<Rank>,
-    /// Children whose sums come after its own.
+    /// Children whose sums come after its own data, ascending.
     pub(super) upper: Vec<Rank>,
 }
 
 impl Tree {
-    /// The minimum spanning tree: halve the ranks again and again, with one messenger from half to half.
+    /// The minimum spanning tree: halve the ranks again and again. The half without the root is led by its outermost rank, the root's child.
     pub(super) fn minimum_spanning(s: &Shape, root: Rank) -> Tree {
         let mut tree = Tree::default();
         let (mut left, mut right, mut root) = (0, s.n - 1, root);
@@ -45,12 +45,12 @@ impl Tree {
             root = if low == (root <= mid) { root } else { messenger };
             (left, right) = if low { (left, mid) } else { (mid + 1, right) };
         }
-        // Halves were cut off from the outside in.
+        // The range shrank towards the root, so the highest of these children was found first.
         tree.upper.reverse();
         tree
     }
 
-    /// The binomial tree, ranks counted from the root: the parent of v is v without its lowest bit.
+    /// The binomial tree, ranks counted from the root: the parent of v is v without its lowest set bit.
     pub(super) fn binomial(s: &Shape) -> Tree {
         let v = s.past_root();
         let upper = (0..).map(|k| 1 << k).take_while(|bit| *bit < below(v, s.n));
@@ -58,7 +58,7 @@ impl Tree {
         Tree { parent, lower: vec![], upper: upper.map(|bit| s.real(v + bit)).collect() }
     }
 
-    /// Our own and the children's sums, on to the parent; or finished, if we are the root.
+    /// Combines our own data and the children's sums, stores the result in `kept`, and sends it to the parent; the root finishes it instead.
     pub(super) fn up(&self, own: Operand, kept: Option<At>) -> Step {
         let recv = |ranks: &[Rank]| ranks.iter().copied().map(Operand::Recv).collect::<Vec<_>>();
         let operands = [recv(&self.lower), vec![own], recv(&self.upper)].concat();
@@ -67,7 +67,7 @@ impl Tree {
         Step { operands, dst, send, finish: self.parent.is_none(), ..Step::default() }
     }
 
-    /// What comes from the parent, kept and on to the children; nothing for the root.
+    /// Stores what the parent sends, and passes it on to the children; `None` for the root.
     pub(super) fn down(&self, dst: At) -> Option<Step> {
         let step = |parent| Step { send: self.children(), ..keep(Operand::Recv(parent), dst) };
         self.parent.map(step)
@@ -81,24 +81,24 @@ impl Tree {
     }
 }
 
-/// How many numbers the binomial subtree of `v` has, from `v` on.
+/// The number of ranks in the binomial subtree of `v`: `v` and those right after it.
 pub(super) fn below(v: usize, n: usize) -> usize {
     if v == 0 { n } else { (1 << v.trailing_zeros()).min(n - v) }
 }
 
-/// From the root down.
+/// The data go from the root down.
 pub(super) fn broadcast(s: &Shape, tree: &Tree) -> Plan {
     let root = || Step { dst: (!s.in_place).then(|| s.out(0)), ..send(s.own(0), tree.children()) };
     s.split(1, vec![tree.down(s.out(0)).unwrap_or_else(root)])
 }
 
-/// Up to the root.
+/// Sums go up to the root.
 pub(super) fn reduce(s: &Shape, tree: &Tree) -> Plan {
     let kept = (s.rank == s.root).then(|| s.out(0));
     s.split(1, vec![tree.up(s.own(0), kept)])
 }
 
-/// Up to rank 0 and down again.
+/// Sums go up to rank 0, and the result down again.
 pub(super) fn all_reduce(s: &Shape) -> Plan {
     let tree = Tree::minimum_spanning(s, 0);
     let mut up = tree.up(s.own(0), Some(s.out(0)));

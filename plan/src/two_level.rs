@@ -1,22 +1,23 @@
-//! Two levels: the sums of a host are made inside it, and only they go between hosts.
+//! Two levels: the ranks of each host sum their data inside the host, and only these sums go between hosts.
 //!
-//! all_reduce: 4 hops; between `h` hosts a host sends `2 (h-1)/h * count` in all, whatever the number of its ranks
-//! (by direct exchange it is that for each of its ranks).
+//! all_reduce: 4 hops; each of `h` hosts sends `2 (h-1)/h * count` to other hosts in all, whatever the number of its ranks
+//! (by direct exchange each of its ranks would send that much).
 //! Source: Träff, Rougier, "MPI collectives and datatypes for hierarchical all-to-all communication", 2014, and
 //! Hidayetoğlu et al., "HiCCL: a hierarchical collective communication library", 2024; both levels are direct here.
 //!
-//! The data are cut into p lines of `h` chunks, with p ranks to a host (on average). In each host one rank *leads* line
-//! l: the l-th, or where there are fewer, round again. Chunk (l, g) is summed inside every host by its leader of line l,
-//! between hosts by the leader of line l in host g, and goes back the same way. Hosts may have any number of ranks, in
-//! any order. Sums are combined host by host, so the order is that of the ranks only where hosts are runs of ranks.
+//! The data are cut into p lines of `h` chunks, where p is n/h, rounded up. In each host one rank *leads* line l: rank l of the
+//! host or, if the host has fewer than p ranks, l modulo their number. Chunk (l, g) is summed inside every host by that host's
+//! leader of line l, then between hosts by the leader of line l in host g; the result goes back the same way. Hosts may have any
+//! number of ranks, in any order. Sums are combined host by host: in rank order only where each host's ranks are consecutive.
 
 use crate::shape::{keep, send};
 use crate::{Operand, Plan, Rank, Shape, Step};
 
-/// Up inside the host, across, back, and down inside the host.
+/// Sums inside each host, then between hosts; the results go back between hosts, then inside each host.
 ///
-/// Links are shared by chunks in different stages, so all ranks list stages in one order: up for the other hosts, up
-/// for our own, our own sums, down from our own, down from the others.
+/// One link carries chunks of several stages, so all ranks list the stages in the same order. *Our* chunks are those that our host
+/// sums between hosts. The stages: sums, inside our host, of other hosts' chunks; contributions to our chunks that other ranks
+/// lead; final sums of our chunks that this rank leads; results of our other chunks; results of other hosts' chunks.
 pub(super) fn all_reduce(s: &Shape) -> Plan {
     let mut hosts: Vec<Vec<Rank>> = Vec::new();
     for (rank, &host) in s.hosts.iter().enumerate() {
@@ -73,7 +74,7 @@ pub(super) fn all_reduce(s: &Shape) -> Plan {
     s.split(lines * hosts.len(), steps)
 }
 
-/// Why this algorithm is of no use here, if it is not.
+/// Why this algorithm cannot be used for this shape, or `None` if it can.
 pub(super) fn unsuitable(s: &Shape) -> Option<String> {
     if !s.hosts.is_empty() && s.hosts.len() != s.n {
         return Some(format!("hosts are given for {} ranks, in a group of {}", s.hosts.len(), s.n));

@@ -1,4 +1,4 @@
-//! Operations of communicators, on three ranks, over every link.
+//! Operations of communicators, on three ranks, inside one process, over shared memory and over TCP.
 
 use std::future::Future;
 use std::net::TcpListener;
@@ -14,15 +14,15 @@ use futures::executor::block_on;
 
 use crate::counting::{BYTES, COUNT, ON, TRACE, alone};
 
-/// What rank 0 read at the end of a window: all ranks go by it.
+/// Calls and bytes that rank 0 read at the end of a window. All ranks decide by these numbers whether to go on.
 static SEEN: (AtomicUsize, AtomicUsize) = (AtomicUsize::new(0), AtomicUsize::new(0));
 
 pub(crate) const RANKS: usize = 3;
-/// Windows at most.
+/// How many windows are measured at most.
 const WINDOWS: usize = 5;
 pub(crate) const LIMIT: Duration = Duration::from_secs(300);
 
-/// How a work is brought to its end.
+/// How a `Work` is awaited.
 #[derive(Clone, Copy, Debug)]
 enum How {
     Wait,
@@ -49,7 +49,7 @@ fn end<O, F>(work: Work<O, F>, how: How) -> O {
     }
 }
 
-/// The buffers of one rank, handed in and back for ever.
+/// The buffers of one rank. Each call takes a buffer, and its result gives the same buffer back.
 struct Buffers {
     sizes: Vec<Vec<f32>>,
     halves: Vec<Vec<f32>>,
@@ -96,7 +96,7 @@ const PARTS: [Part; 6] = [
         let i = round % 5;
         let (one, all) = (std::mem::take(&mut b.sizes[i]), std::mem::take(&mut b.halves[i]));
         let root = round % RANKS;
-        // The root's buffer has a block for each rank, the others' are their blocks.
+        // The root's buffer has a block for each rank; the buffer of every other rank is its own block.
         let (one, all) = if comm.rank() == root {
             let all = end(comm.gather_in_place(all, root), how);
             (one, end(comm.scatter_in_place(all, root), how))
@@ -125,10 +125,10 @@ const PARTS: [Part; 6] = [
     }),
 ];
 
-/// What was allocated in the quietest of some windows, of which each is `window` on all ranks: calls and bytes.
+/// Runs `window` on all ranks up to `WINDOWS` times; returns the allocations and bytes of the run that allocated least.
 ///
-/// What has yet to grow (a message that overtakes another, a rank that runs ahead) is grown once: one window without any
-/// allocation is the steady state. All ranks make the same windows.
+/// Some memory grows late, when a message first overtakes another or a rank first runs ahead; it grows only once. So one
+/// window without any allocation proves the steady state. All ranks run the same number of windows.
 pub(crate) fn quietest(rank: usize, start: &Barrier, window: &mut dyn FnMut()) -> (usize, usize) {
     let mut least = (usize::MAX, 0);
     for _ in 0..WINDOWS {
@@ -160,7 +160,7 @@ pub(crate) fn world(link: Option<LinkChoice>) -> Vec<Comm> {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let at = listener.local_addr().unwrap().to_string();
     let place = |rank| {
-        // Heartbeats are sent by the control thread, on its own time: none while we count.
+        // The control thread sends heartbeats at times of its own. With this interval it sends none while we count.
         let place = Rendezvous::tcp(&at, rank, RANKS).unwrap().insecure().link(choice).heartbeat(LIMIT * 4);
         if rank == 0 { place.listener(listener.try_clone().unwrap()) } else { place }
     };
@@ -169,7 +169,7 @@ pub(crate) fn world(link: Option<LinkChoice>) -> Vec<Comm> {
     joins.into_iter().map(|j| j.join().unwrap()).collect()
 }
 
-/// All parts on all ranks; returns what was allocated in the steady state of each.
+/// Runs all parts on all ranks; returns the allocations and bytes of each part in its steady state.
 fn steady_state(
     link: Option<LinkChoice>,
     warm: usize,
@@ -181,7 +181,7 @@ fn steady_state(
         thread::spawn(move || {
             let mut buffers = Buffers::new();
             let mut found = Vec::with_capacity(16);
-            // Everything once, so that one part does not find what another has grown.
+            // All parts run before any is measured, so that no part grows memory that another part uses while it is measured.
             for (_, part) in PARTS {
                 for how in [How::Wait, How::Poll] {
                     (0..warm).for_each(|round| part(&mut comm, &mut buffers, round, how));
@@ -227,7 +227,7 @@ fn no_operation_allocates_in_steady_state() {
     in_time(test);
 }
 
-/// Ends by itself should something hang: every test has a deadline.
+/// Waits for the thread `test`, and fails after `LIMIT`, so that a test that hangs ends too.
 pub(crate) fn in_time(test: thread::JoinHandle<()>) {
     let start = Instant::now();
     while !test.is_finished() {

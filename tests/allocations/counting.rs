@@ -1,4 +1,4 @@
-//! The allocator that counts.
+//! The global allocator of this program, which counts allocations.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
 
-/// Tests that count run one after another: the counts are of the whole process.
+/// Held by each test that counts, so that these tests run one after another: the counts are those of the whole process.
 pub(crate) fn alone() -> MutexGuard<'static, ()> {
     static ONE: Mutex<()> = Mutex::new(());
     ONE.lock().unwrap_or_else(PoisonError::into_inner)
@@ -17,7 +17,7 @@ struct Counting;
 pub(crate) static ON: AtomicBool = AtomicBool::new(false);
 pub(crate) static COUNT: AtomicUsize = AtomicUsize::new(0);
 pub(crate) static BYTES: AtomicUsize = AtomicUsize::new(0);
-/// `ALLOCATIONS_TRACE=1`: where the first few come from.
+/// Set by `ALLOCATIONS_TRACE=1`: prints where the first six allocations that are counted come from.
 pub(crate) static TRACE: AtomicBool = AtomicBool::new(false);
 static TRACED: AtomicUsize = AtomicUsize::new(0);
 
@@ -39,8 +39,8 @@ fn count(bytes: usize) {
     }
 }
 
-// SAFETY: everything is passed on to the system's allocator as it came; counting allocates nothing (tracing, which
-// does, is not entered from within itself).
+// SAFETY: every call goes to the system's allocator with unchanged arguments. Counting allocates nothing. Tracing allocates,
+// but `TRACING` keeps it from being entered from within itself.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         count(layout.size());

@@ -1,4 +1,4 @@
-//! Steps of gradient buckets, on three ranks, over every link.
+//! Steps of gradient buckets, on three ranks, inside one process, over shared memory and over TCP.
 
 use std::sync::{Arc, Barrier};
 use std::thread;
@@ -12,7 +12,7 @@ use crate::counting::alone;
 
 const STEPS: usize = 300;
 
-/// The gradients of a model, handed in and back for ever.
+/// One training step: hands in the gradients of a model, last one first, and gets them back reduced.
 fn step(buckets: &mut Buckets<Vec<f32>>, grads: &mut Vec<Vec<f32>>) {
     for (i, grad) in grads.drain(..).enumerate().rev() {
         buckets.push(i, grad).map_err(|failed| failed.error).unwrap();
@@ -20,10 +20,10 @@ fn step(buckets: &mut Buckets<Vec<f32>>, grads: &mut Vec<Vec<f32>>) {
     grads.extend(block_on(buckets.finish()).map_err(|failed| failed.error).unwrap());
 }
 
-/// What steps allocate, and what a list of several large gradients does.
+/// Allocations of: steps with packed buckets, steps whose bucket is a list, and calls of `all_reduce_list` with an equal list.
 fn rank(mut comm: Comm, start: &Barrier) -> [usize; 3] {
     let rank = comm.rank();
-    // Many small ones, whose buckets are packed, and a large one, whose bucket it has for itself.
+    // Several small gradients, which are packed into common buckets, and a large one, which has a bucket of its own.
     let lens = [100, 2_000, 7, 900, 50_000];
     let layout: Vec<Param> = lens.into_iter().map(Param::of::<f32>).collect();
     let options = Options::default().first_bucket_bytes(1).bucket_bytes(8_000);
@@ -32,7 +32,7 @@ fn rank(mut comm: Comm, start: &Barrier) -> [usize; 3] {
     let mut steps = || (0..STEPS).for_each(|_| step(&mut buckets, &mut grads));
     steps();
     let packed = quietest(rank, start, &mut steps).0;
-    // Several large ones in one bucket.
+    // Several large gradients in one bucket, which is reduced as a list.
     let layout = [Param::of::<f32>(20_000); 4];
     let mut buckets = block_on(Buckets::with(&comm.share(), &layout, Options::default())).unwrap();
     let mut grads = vec![vec![1.0_f32; 20_000]; 4];

@@ -1,9 +1,10 @@
-//! Every collective by every algorithm, over every link, against a sequential reduction; and messages.
+//! Every collective by every algorithm, over every link, compared with a sequential reduction; and messages.
 //!
-//! By default pairwise: every two of (collective and algorithm, form, world, length, element type, reduction, root,
-//! data, how it is awaited) that can go together do so in a case. `ALLSTREAM_TEST_FULL=all`: every form of every call in
-//! every world with every length; up to three ranks also with every element type, and between three threads with every type, reduction
-//! and root. `ALLSTREAM_TEST_FULL=1`: a twentieth of most of that. What a world cannot do is asked for there, too: it must be refused.
+//! By default the cases are chosen pairwise: for every two of the factors (collective and algorithm, form, world, length, element type,
+//! reduction, root, data, how the end is awaited), each pair of values that can be combined occurs in some case. `ALLSTREAM_TEST_FULL=all`:
+//! every form of every call in every world with every length; with up to three ranks also with every element type, and between three threads
+//! with every type, reduction and root. `ALLSTREAM_TEST_FULL=1`: a twentieth of most of that. A call that has no plan in a world is made
+//! there, too: it must be refused.
 
 use std::collections::BTreeMap;
 use std::io::Write;
@@ -22,9 +23,9 @@ use crate::support;
 use crate::support::host_label;
 use crate::values::mix;
 
-/// For one call.
+/// Time limit of one call.
 const CALL: Duration = Duration::from_secs(30);
-/// For all calls of one world.
+/// Time limit of all calls of one world.
 const WORLD: Duration = Duration::from_secs(150);
 const FULL_WORLD: Duration = Duration::from_secs(900);
 
@@ -44,7 +45,7 @@ impl std::fmt::Display for World {
 
 fn world_list() -> Vec<World> {
     let mut all = Vec::new();
-    // Sixteen ranks, and more numbers of processes, only where everything is tried.
+    // Sixteen threads, and further numbers of processes, only with `ALLSTREAM_TEST_FULL=all`.
     let threads: &[usize] = if support::everything() { &[1, 2, 3, 4, 5, 8, 16] } else { &[1, 2, 3, 4, 5, 8] };
     for &n in threads {
         for link in ["local", "inproc", "shm", "tcp", "mixed"] {
@@ -53,7 +54,7 @@ fn world_list() -> Vec<World> {
         if [2, 3, 5].contains(&n) {
             all.push(World { link: "tcp6", n, processes: false });
         }
-        // Examples of links, which only builds for tests have.
+        // Example links that exist only in builds for tests.
         if cfg!(feature = "testing") && (2..=5).contains(&n) {
             all.extend(["pipe", "late"].map(|link| World { link, n, processes: false }));
         }
@@ -72,13 +73,13 @@ fn world_list() -> Vec<World> {
     all
 }
 
-/// Every collective by every algorithm, and by the one that is chosen.
+/// Every collective with each of its algorithms, and with the one that the engine chooses (`Algo::Auto`).
 fn calls() -> Vec<(Kind, Algo)> {
     let of = |kind: Kind| algorithms(kind).iter().copied().chain([Algo::Auto]).map(move |algo| (kind, algo));
     Kind::ALL.into_iter().filter(|kind| !algorithms(*kind).is_empty()).flat_map(of).collect()
 }
 
-/// Whether there is a plan for a call, in a form, in a world.
+/// Whether this world has a plan for this call in this form.
 fn suits((kind, algo): (Kind, Algo), form: Form, world: &World) -> bool {
     let hosts: Vec<u32> = (0..world.n)
         .map(|rank| u32::from(world.link == "mixed" && host_label(rank, world.n) == "b"))
@@ -89,11 +90,11 @@ fn suits((kind, algo): (Kind, Algo), form: Form, world: &World) -> bool {
 }
 
 const LENGTHS: usize = 7;
-/// More than a round of slices; the last of the lengths.
+/// The index of the last length, which is longer than a round of slices.
 const LARGE: usize = LENGTHS - 1;
 
 fn length(kind: Kind, n: usize, which: usize) -> usize {
-    // Of a block; between two ranks over TCP rounds are longer.
+    // For collectives with a block for each rank, the length of one block. Between two ranks, rounds over TCP are longer.
     let large = match (kind.varies(), n) {
         (false, _) => 300_001,
         (true, 2) => 140_003,
@@ -108,16 +109,16 @@ fn root(n: usize, which: usize) -> usize {
 
 const ENDS: [Await; 3] = [Await::Wait, Await::Poll, Await::Later];
 
-/// What cases are made of, by index.
+/// The values of each factor; a case names them by index.
 struct Factors {
     worlds: Vec<World>,
     calls: Vec<(Kind, Algo)>,
     ops: Vec<Combine>,
-    /// By call, form and world.
+    /// Whether there is a plan, by call, form and world.
     suits: Vec<Vec<Vec<bool>>>,
 }
 
-/// A case: its call, form, world, length, type, reduction, root, data, and how it is awaited.
+/// A case as indices: its call, form, world, length, type, reduction, root, data, and how its end is awaited.
 type Row = [usize; 9];
 
 impl Factors {
@@ -134,7 +135,7 @@ impl Factors {
         [calls, Form::ALL.len(), worlds, LENGTHS, DType::ALL.len(), self.ops.len(), 3, 2, ENDS.len()]
     }
 
-    /// Whether values go together, where not all are chosen yet.
+    /// Whether the values chosen so far (`None`: not chosen yet) can occur together in a case.
     fn allowed(&self, row: &[Option<usize>]) -> bool {
         let op = row[5].map(|op| self.ops[op]);
         if let (Some(dtype), Some(op)) = (row[4], op)
@@ -198,14 +199,14 @@ fn plan_cases(worlds: &[World]) -> Vec<Vec<Case>> {
     all
 }
 
-/// What has no plan in a world, or none that keeps the order of ranks, is refused there.
+/// Adds the calls that must be refused in world `w`, as they have no plan there, or none that keeps the order of ranks.
 fn refusals(factors: &Factors, w: usize, cases: &mut Vec<Case>) {
     for (c, call) in factors.calls.iter().enumerate() {
         for (f, form) in Form::ALL.iter().enumerate().filter(|(_, form)| form.is_of(call.0)) {
             let suits = factors.suits[c][f][w];
             let op = factors.ops.iter().position(|op| *op == Combine::Maps && suits).unwrap_or(0);
             if !suits || (!factors.ops[op].goes_by(None, *call) && *form == Form::InPlace) {
-                // (The bytes' second half chooses for itself; their first goes as the call says.)
+                // (For bytes, the call's algorithm moves only the lengths, so only their plan counts here; the bytes then choose their own algorithm.)
                 let row = [c, f, w, 5, DType::I32 as usize, op, w % 3, 0, (c + w) % 3];
                 cases.push(Case { refused: true, ..factors.case(row, 1) });
             }
@@ -217,7 +218,7 @@ fn messages(world: &World, w: usize, cases: &mut Vec<Case>) {
     for (t, talk) in [Talk::Shift, Talk::Batch, Talk::Queue, Talk::Both].into_iter().enumerate() {
         for (l, len) in [0, 1, 47, 1024, 1025, 100_001].into_iter().enumerate() {
             let turn = w * 5 + t * 3 + l;
-            // One kind of the long ones in each world.
+            // By default only some of the long messages in each world.
             if l == 5 && !turn.is_multiple_of(10) && !support::full() || len * world.n > 1_000_000 {
                 continue;
             }
@@ -237,7 +238,7 @@ fn messages(world: &World, w: usize, cases: &mut Vec<Case>) {
     }
 }
 
-/// Several rounds of every plan in every form between two ranks over TCP, whose messages go whole.
+/// Cases that are several rounds long, for every plan in every form, between two ranks over TCP, where messages are sent whole.
 fn rounds(factors: &Factors, add: &mut impl FnMut(Row)) {
     let dtype = DType::F64;
     let pairs =
@@ -256,12 +257,12 @@ fn rounds(factors: &Factors, add: &mut impl FnMut(Row)) {
     }
 }
 
-/// Everything, but for the factors that could not matter together; with `ALLSTREAM_TEST_FULL=1` a twentieth of that, spread evenly.
+/// All combinations, except of factors that do not influence each other; with `ALLSTREAM_TEST_FULL=1` a twentieth of them, spread evenly.
 fn full(factors: &Factors, add: &mut impl FnMut(Row)) {
     let pick = |turn: usize, of: usize| (mix(&[turn as u64]) % of as u64) as usize;
     let mut turn = 0_usize;
     for (w, world) in factors.worlds.iter().enumerate() {
-        // Every element type with every reduction; and every root.
+        // In these worlds: every element type with every reduction, and every root.
         let links: &[&str] = if support::everything() { &["local", "shm", "mixed"] } else { &["shm"] };
         let thorough = world.n == 3 && !world.processes && links.contains(&world.link);
         for (c, (kind, algo)) in factors.calls.iter().enumerate() {
@@ -287,8 +288,8 @@ fn full(factors: &Factors, add: &mut impl FnMut(Row)) {
                     continue;
                 }
                 if !thorough || len == LARGE || *kind == Kind::Barrier {
-                    // One type, and another in the next world; where it is asked for, in worlds of few, every type. A
-                    // reduction that is defined on it.
+                    // One type, which differs from world to world; with `ALLSTREAM_TEST_FULL=all`, every type in worlds of up to
+                    // three ranks. Each with one reduction that is defined on it.
                     let few = support::everything() && world.n <= 3 && len != LARGE && *kind != Kind::Barrier;
                     for t in if few { 0..types } else { dtype..dtype + 1 } {
                         let all: Vec<usize> = ops(t).collect();
@@ -306,7 +307,7 @@ fn full(factors: &Factors, add: &mut impl FnMut(Row)) {
     }
 }
 
-/// Runs all cases on one rank; stops at the first that fails.
+/// Runs all cases on one rank, and stops at the first that fails. `at` always holds the number of the current case.
 fn run_all(comm: &mut Comm, cases: &[Case], oracle: &Oracle, at: &AtomicUsize) -> Result<Vec<Seen>, String> {
     let rank = comm.rank();
     let mut seen = Vec::new();
@@ -319,7 +320,7 @@ fn run_all(comm: &mut Comm, cases: &[Case], oracle: &Oracle, at: &AtomicUsize) -
     Ok(seen)
 }
 
-/// What the ranks saw must agree, case by case.
+/// Checks that no rank failed, and that in each case the ranks saw the same.
 fn conclude(world: World, cases: &[Case], seen: Vec<Result<Vec<Seen>, String>>) -> Result<(), String> {
     let failed: Vec<&String> = seen.iter().filter_map(|s| s.as_ref().err()).collect();
     if !failed.is_empty() {
@@ -405,11 +406,12 @@ fn read(line: &str) -> Option<Seen> {
     })
 }
 
-/// The one test, so that the number at its end is of all; [`support::spawn_ranks`] runs it as a rank, too.
+/// A single test, so that the number of cases printed at its end counts all of them. [`support::spawn_ranks`] runs this test as a rank, too.
 #[test]
 fn conformance() {
     let worlds = world_list();
-    // Ranks that touch each other's memory fold at once what is large; here also what is small, every other time, and past the caches.
+    // Ranks that touch each other's memory fold large buffers in one step (loans), and write large results past the caches. In this test small
+    // ones are treated like that as well, in every other operation.
     #[cfg(feature = "testing")]
     {
         allstream::testing::fold_small(true);
@@ -421,7 +423,7 @@ fn conformance() {
     let begun = Instant::now();
     let all = plan_cases(&worlds);
     let ipv6 = support::has_ipv6();
-    // CONFORMANCE_ONLY=tcp: only these links. CONFORMANCE_TIMES=1: how long each world took.
+    // CONFORMANCE_ONLY=tcp: only the worlds whose names contain `tcp`. CONFORMANCE_TIMES=1: prints how long each world took.
     let only = std::env::var("CONFORMANCE_ONLY").unwrap_or_default();
     let names: Vec<String> = worlds.iter().map(ToString::to_string).collect();
     assert!(names.iter().any(|name| name.contains(&only)), "CONFORMANCE_ONLY={only} names none of {names:?}");
@@ -452,12 +454,12 @@ fn conformance() {
     say(&format!("conformance: {} cases passed in {:.0?}", tally.total, begun.elapsed()));
 }
 
-/// How many cases there were of everything.
+/// How many cases there were for each value of each factor.
 #[derive(Default)]
 struct Tally {
     total: usize,
     calls: BTreeMap<String, BTreeMap<String, usize>>,
-    /// By what is counted, and then by its value; in the order of first use.
+    /// For each factor, the number of cases with each of its values; both in the order of first use.
     by: Vec<(&'static str, Vec<(String, usize)>)>,
 }
 
@@ -507,8 +509,8 @@ impl Tally {
     }
 }
 
-/// Ranks of one host lend each other their buffers, frame by frame, while what comes from another host comes in parts:
-/// a reduction of both that waits for its place (in place, and all send from there) must give back whole frames.
+/// Ranks of one host lend each other their buffers, one frame at a time, while data from another host arrives in smaller pieces. An in-place
+/// step that reduces both has to wait until its own chunk has been sent everywhere. It must still release the lent frames whole.
 #[test]
 fn parts_from_afar_do_not_keep_what_neighbours_lent() {
     if support::role() {
@@ -536,7 +538,7 @@ fn parts_from_afar_do_not_keep_what_neighbours_lent() {
     }
 }
 
-/// On stderr, also where the harness keeps what tests print.
+/// Prints to stderr directly, so that it appears even if the test harness captures what tests print.
 fn say(text: &str) {
     let _ = writeln!(std::io::stderr(), "{text}");
 }

@@ -1,11 +1,11 @@
-//! Conformance notices every plan that is broken on purpose, on every link.
+//! The conformance test notices every plan that is broken on purpose, on every link.
 //!
 //! For each call at n = 3 and 4 and each mutation of one rank's plan: the mutation is planted, a new world makes the
-//! call, and at least one rank must fail: by a wrong result, an error or a timeout. What is planted counts for a whole
+//! call, and at least one rank must fail: by a wrong result, an error, a timeout or a panic. A planted mutation holds for the whole
 //! process, so each process here runs one mutant after another; several processes share the work.
 //!
-//! By default a sample: of each way to break a step of each algorithm of each collective some on each link, always the
-//! same. `ALLSTREAM_TEST_FULL=1`: a larger one; `ALLSTREAM_TEST_FULL=all`: every mutant on every link.
+//! By default a sample is run: on each link, a few mutants of each kind of mutation of each algorithm of each collective, always the
+//! same ones. `ALLSTREAM_TEST_FULL=1`: a larger sample; `ALLSTREAM_TEST_FULL=all`: every mutant on every link.
 
 use std::collections::BTreeMap;
 use std::io::Write;
@@ -22,19 +22,19 @@ use crate::cases::{Await, Case, Combine, Form, Oracle, Seen, What, agree};
 use crate::support;
 use crate::values::mix;
 
-/// `mixed`: two hosts, for what is about hosts.
+/// `mixed`: two hosts, for the algorithm that distinguishes hosts (`Algo::TwoLevel`).
 const LINKS: [&str; 4] = ["local", "shm", "tcp", "mixed"];
-/// Of each way to break a step of an algorithm, by default, on each link.
+/// By default, how many mutants are run on each link of each kind of mutation of an algorithm.
 const SAMPLE: usize = 2;
-/// The same with `ALLSTREAM_TEST_FULL=1`. All there are: `ALLSTREAM_TEST_FULL=all`.
+/// The same with `ALLSTREAM_TEST_FULL=1`. (`ALLSTREAM_TEST_FULL=all` runs all mutants.)
 const LARGE_SAMPLE: usize = 8;
-/// A mutant that hangs is caught after this long.
+/// Time limit of a call, after which a mutant that hangs is caught.
 const CALL: Duration = Duration::from_millis(400);
-/// More than any world and call take.
+/// Time limit of a world with its call: longer than any takes.
 const MUTANT: Duration = Duration::from_secs(20);
-/// Processes that share the mutants. They sleep most of the time.
+/// How many processes share the mutants. They sleep most of the time, as hanging mutants wait for their time limit.
 const WORKERS: usize = 8;
-/// For all.
+/// Time limit of all mutants together.
 const LIMIT: Duration = Duration::from_secs(400);
 const FULL_LIMIT: Duration = Duration::from_secs(3600);
 
@@ -42,7 +42,7 @@ fn limit() -> Duration {
     if support::full() { FULL_LIMIT } else { LIMIT }
 }
 
-/// A call on a world of `n`, and the plan of a rank to break.
+/// A call in a world of `n` ranks, and whose plan (`rank`, `which`) is to be broken.
 #[derive(Clone, Copy, Debug)]
 struct Site {
     kind: Kind,
@@ -79,7 +79,7 @@ fn sites() -> Vec<Site> {
             for n in [3, 4] {
                 let places: &[bool] = if kind == Kind::Barrier { &[true] } else { &[false, true] };
                 for &in_place in places {
-                    // What a rank does depends on its distance from the root.
+                    // With rank 1 as the root, a rank and its distance from the root differ.
                     let root = if kind.rooted() { 1 } else { 0 };
                     let site = |rank, which| Site { kind, algo, n, root, in_place, rank, which };
                     all.extend((0..n).map(|rank| site(rank, Broken::Steps)));
@@ -94,8 +94,8 @@ fn sites() -> Vec<Site> {
 }
 
 impl Site {
-    /// Whether this is tried over a link: what is about hosts needs two of them, the rest does without. Memory is lent on one
-    /// host.
+    /// Whether this site is tried over `link`. The two-level algorithm needs two hosts (`mixed`), and only it is tried there. Plans of loans
+    /// need memory that can be lent, so they are not tried over TCP.
     fn is_for(&self, link: &str) -> bool {
         let lends = self.which == Broken::Steps || link != "tcp";
         (self.algo == Algo::TwoLevel) == (link == "mixed") && lends
@@ -113,19 +113,19 @@ impl Site {
     }
 }
 
-/// All mutants for a link; by default a sample.
+/// The mutants that are run over `link`: a sample, or with `ALLSTREAM_TEST_FULL=all` all of them.
 fn mutants(link: &str) -> Vec<Mutant> {
     let of_site = |site: Site| {
         let (kind, right) = (site.kind, site.plan());
         let runs = |(step, mutation): &(usize, Mutation)| match mutation {
             Mutation::DropOperand(k) => {
                 let operands = &right.steps[*step].operands;
-                // A step of no operands is not for running: the kernels refuse it by a panic. And what a barrier's token
-                // holds, nobody looks at: a rank that forgets its own part still waits for the others and tells them.
-                // (The checker sees both.)
+                // A step without operands cannot be run: the kernels refuse it by a panic. And nobody looks at the value of a
+                // barrier's token: a rank that leaves out its own operand still waits for the others and sends to them.
+                // (The plan checker notices both.)
                 operands.len() > 1 && (kind != Kind::Barrier || matches!(operands[*k], Operand::Recv(_)))
             }
-            // Of a token that is no number there is no average, and nothing else looks at `finish`.
+            // Only an average looks at `finish`, and a barrier's token is never averaged.
             Mutation::FlipFinish => kind != Kind::Barrier,
             _ => true,
         };
@@ -137,7 +137,7 @@ fn mutants(link: &str) -> Vec<Mutant> {
         return all;
     }
     let sample = if support::full() { LARGE_SAMPLE } else { SAMPLE };
-    // Other ones on each link.
+    // Each link gets a different sample.
     let salt = link.bytes().map(u64::from).sum();
     let mut order: Vec<usize> = (0..all.len()).collect();
     order.sort_by_key(|i| mix(&[*i as u64, salt]));
@@ -162,38 +162,38 @@ enum Caught {
     Panic,
 }
 
-/// The call of a site. Lengths are such that chunks are equal: a mutant then stays inside its buffers.
+/// The call of a site. The lengths divide into equal chunks, so that a mutant that uses a wrong chunk stays inside its buffers.
 fn case(site: &Site, attempt: u64) -> Case {
     let form = if site.in_place { Form::InPlace } else { Form::Into };
     Case {
         what: What::Collective(site.kind, site.algo, form),
         len: if attempt.is_multiple_of(2) { 24 } else { 120_000 },
         dtype: DType::F32,
-        // Only an average shows a `finish` that is turned over. (A scan has none.)
+        // Only an average shows an inverted `finish`. (A scan cannot average.)
         op: [ReduceOp::Avg, ReduceOp::Sum]
             .map(Combine::Op)
             .into_iter()
             .find(|op| op.fits(site.kind))
             .expect("a sum"),
         root: site.root,
-        // In a barrier: the late rank is late enough.
+        // In a barrier: makes one rank come so late that another's early leaving shows.
         special: site.kind == Kind::Barrier,
         end: Await::Wait,
-        // In a barrier, each rank is late once.
+        // In a barrier the late rank is `seed % n`: successive attempts make each rank late in turn.
         seed: mix(&[attempt]) / site.n as u64 * site.n as u64 + attempt % site.n as u64,
         timeout: CALL,
         refused: false,
     }
 }
 
-/// Makes the call in a new world: `None` if nobody noticed anything.
+/// Makes the call in a new world. Returns how a rank noticed the mutant, or `None` if none did.
 fn call(site: &Site, link: &str, attempt: u64) -> Option<(Caught, String)> {
     let comms = support::worlds(site.n, link);
     let (case, oracle) = (case(site, attempt), Arc::new(Oracle::new(1, site.n)));
     let one = move |rank: usize, mut comm: Comm| {
         let result = cases::run(&mut comm, &case, &oracle, 0);
         if result.is_err() {
-            // It is known now: nobody needs to wait any longer.
+            // The mutant is noticed: the other ranks need not wait any longer.
             comm.abort(format!("rank {rank} noticed"));
         }
         result
@@ -220,7 +220,7 @@ fn call(site: &Site, link: &str, attempt: u64) -> Option<(Caught, String)> {
     caught.into_iter().next()
 }
 
-/// Whether the mutant is noticed. In a barrier each rank must have been the late one, and luck may hide who left early.
+/// Whether the mutant is noticed. For a barrier each rank is made late three times, as the timing may hide a rank that left too early.
 fn try_mutant(mutant: &Mutant, link: &str) -> Option<(Caught, String)> {
     let attempts = if mutant.site.kind == Kind::Barrier { 3 * mutant.site.n as u64 } else { 2 };
     let Mutant { site: Site { kind, rank, which: plan, .. }, step, mutation } = *mutant;
@@ -230,7 +230,7 @@ fn try_mutant(mutant: &Mutant, link: &str) -> Option<(Caught, String)> {
     caught
 }
 
-/// What one of the processes does: its share of the mutants of each link, a line for each.
+/// What one of the processes does: it runs its share of the mutants of each link, and prints a line for each.
 fn be_worker(me: usize) {
     for link in LINKS {
         let all = mutants(link);
@@ -248,7 +248,7 @@ fn be_worker(me: usize) {
     }
 }
 
-/// What is not broken passes, in the same way and the same time.
+/// Plans that are not broken pass the same calls within the same time limit.
 #[test]
 fn nothing_planted_nothing_noticed() {
     if support::role() {
@@ -258,7 +258,7 @@ fn nothing_planted_nothing_noticed() {
     for link in LINKS {
         for site in sites().iter().filter(|site| site.rank == 0 && site.is_for(link)) {
             for attempt in 0..attempts {
-                // (Twice: 400 ms are not long on a busy machine.)
+                // (A call that fails is made again, as the limit of 400 ms is short on a busy machine.)
                 let noticed = call(site, link, attempt).and_then(|_| call(site, link, attempt));
                 assert_eq!(noticed, None, "{link}: {site:?}");
             }
@@ -321,7 +321,7 @@ fn every_mutant_is_noticed() {
     assert_eq!(table.len(), LINKS.len(), "every link: {table:?}");
 }
 
-/// On stderr, also where the harness keeps what tests print.
+/// Prints to stderr directly, so that it appears even if the test harness captures what tests print.
 fn say(text: &str) {
     let _ = writeln!(std::io::stderr(), "{text}");
 }

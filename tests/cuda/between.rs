@@ -19,7 +19,7 @@ fn down(buf: DeviceBuf<u32>) -> Vec<u32> {
     soon(buf.to_host(vec![9; len])).unwrap().1
 }
 
-/// Streams that are behind: with what fills the source, and with what fills the target.
+/// Both streams have unfinished work when a copy is asked for: that which fills the source or the target. The copy must follow it.
 fn both_streams_come_first(devices: [usize; 2]) {
     for seed in 0..15 {
         set_delays(3000, seed);
@@ -44,7 +44,7 @@ fn both_streams_come_first(devices: [usize; 2]) {
         assert_eq!((copy.device().ordinal(), copy.stream()), (devices[1], to));
         assert!(down(copy) == [0; 500] && down(source) == [0; 500], "seed {seed}");
 
-        // Parts of buffers; and nobody waits: all is kept until it is done.
+        // Copies between parts of buffers. Then copies that nobody awaits: their buffers live until the copies are done.
         let [_, high] = up(from, numbers(1000)).split_at(400).unwrap();
         let [low, rest] = up(to, vec![5; 1000]).split_at(600).unwrap();
         let (_, low) = soon(low.copy_from(high)).unwrap();
@@ -90,15 +90,15 @@ fn what_cannot_be_copied_comes_back() {
         let (none, also) = soon(none.copy_to(&other)).unwrap();
         assert!(soon(none.copy_from(also)).is_ok());
 
-        // 3 of 4 MB: there is no room for a second.
+        // The buffer takes 3 of 4 MB: there is no room for a copy of it.
         let Failed { buf, error } = soon(up(&stream, numbers(3 << 18)).copy_to(&other)).unwrap_err();
         assert!(error.to_string().contains("OUT_OF_MEMORY (2)"), "{error}");
         assert!(down(buf.unwrap()) == numbers(3 << 18));
 
-        // A stream that is captured, on either side.
+        // First the source's stream is being captured, then the target's.
         for captured in [&stream, &other] {
             let (from, to) = (up(&stream, numbers(8)), up(&other, numbers(8)));
-            // SAFETY: the functions' types in cuda.h; a stream that exists.
+            // SAFETY: cuda.h declares the function with this type, and the stream exists.
             unsafe {
                 let begin: unsafe extern "C" fn(*mut std::ffi::c_void, u32) -> u32 =
                     std::mem::transmute(function("cuStreamBeginCapture_v2"));
@@ -106,7 +106,7 @@ fn what_cannot_be_copied_comes_back() {
             }
             let Failed { buf, error } = soon(to.copy_from(from)).unwrap_err();
             assert!(error.to_string().contains("captured into a graph"), "{error}");
-            // SAFETY: as above; nobody asks for the graph.
+            // SAFETY: as above; the graph is never launched, and is destroyed once.
             unsafe {
                 let end: unsafe extern "C" fn(*mut std::ffi::c_void, *mut u64) -> u32 =
                     std::mem::transmute(function("cuStreamEndCapture"));
@@ -124,7 +124,7 @@ fn what_cannot_be_copied_comes_back() {
     });
 }
 
-/// A copy that the driver refuses: an error, with both buffers, and nothing lost or leaked.
+/// When the driver refuses a copy, the caller gets an error with both buffers, and nothing is lost or leaked.
 #[test]
 fn a_copy_that_the_driver_refuses_gives_both_back() {
     fn program() -> Result<(), Error> {

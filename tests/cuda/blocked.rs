@@ -1,5 +1,5 @@
-//! A driver that blocks: a stream takes so many pieces of work, and who puts more there waits with the context's lock held, so that
-//! no other call in that context goes on either. Deadlines, aborts and what needs no device go on all the same.
+//! A driver that blocks: a stream takes a limited number of pieces of work. A thread that puts more there waits for room, and
+//! holds the context's lock meanwhile, so that no other call in that context goes on. Deadlines, aborts and host operations must go on.
 
 use std::ffi::c_void;
 use std::sync::Mutex;
@@ -16,18 +16,19 @@ use crate::support::{
 
 const DEPTH: u64 = 64;
 
-/// Who waits for room holds up every call, not only those that get memory, unless the whole suite is run with another lock.
+/// Has a thread that waits for room block every call in its context, not only calls that get memory. If the whole suite is run
+/// with a certain lock, that lock is used.
 fn whole_lock() -> &'static [(&'static str, &'static str)] {
     const LOCK: &str = "ALLSTREAM_TEST_CUDA_LOCK";
     if std::env::var_os(LOCK).is_some() { &[] } else { &[(LOCK, "context")] }
 }
 const LAUNCHES: usize = 200;
 
-/// No test here has a stream that is full for longer, if all is well.
+/// If all is well, no stream is full for longer than this.
 const LONGEST: Duration = Duration::from_secs(8);
 
-/// Streams take so many pieces of work until this is dropped, also by a panic, and for [`LONGEST`] at most: whoever is blocked goes on
-/// then, and the test can say what is wrong.
+/// Limits streams to `DEPTH` pieces of work until this is dropped (also by a panic), but for [`LONGEST`] at most: after that, blocked
+/// threads go on, and the test can report what is wrong.
 struct Limited {
     _ended: Sender<()>,
 }
@@ -55,20 +56,20 @@ impl Drop for Limited {
 /// Puts small pieces of work on a stream, as programs do that launch their own kernels there.
 fn launch(device: usize, stream: usize, at: u64) {
     let address = function("cuMemsetD8Async");
-    // SAFETY: the function's type in cuda.h.
+    // SAFETY: cuda.h declares the function with this type.
     let fill: unsafe extern "C" fn(u64, u8, usize, *mut c_void) -> u32 =
         unsafe { std::mem::transmute(address) };
     in_context(device, || {
         for _ in 0..LAUNCHES {
-            // SAFETY: the stream and the 16 bytes there live until all that was put on the stream is over.
+            // SAFETY: the stream, and the 16 bytes at `at`, live until all work that was put on the stream has ended.
             assert_eq!(unsafe { fill(at, 1, 16, stream as *mut c_void) }, 0);
         }
     });
 }
 
-/// Rank 0 of two joins an all_reduce with its stream that rank 1 never calls, and launches more there than the stream takes. While that
-/// thread is blocked both ranks do `meanwhile` with two other communicators of theirs, and rank 0 `end` with the bound one. Gives
-/// rank 0's error, and how long after the call it came.
+/// Rank 0 of two joins its stream with an all_reduce that rank 1 never calls, and another thread puts more work there than the stream
+/// takes. While that thread is blocked, both ranks run `meanwhile` on two other communicators, and rank 0 runs `end` on the bound one.
+/// Returns rank 0's error, and how long after the call it came.
 fn late_peer(
     devices: usize,
     timeout: Duration,
@@ -126,19 +127,19 @@ fn is_timeout_of_rank_1((error, took): (Error, Duration), timeout: Duration) {
     assert!(timeout <= took && took < timeout + Duration::from_millis(500), "it ended after {took:?}");
 }
 
-/// Law 4, where the driver blocks: the deadline lets the stream go on, and with it who waits for room there.
+/// Law 4 with a driver that blocks: at the deadline the stream goes on, and with it the thread that waits for room there.
 #[test]
 fn law_4_a_late_peer_ends_by_the_deadline_though_the_driver_blocks() {
     child("blocked::law_4_a_late_peer_ends_by_the_deadline_though_the_driver_blocks", whole_lock(), || {
         let timeout = Duration::from_secs(1);
-        // A device for each rank, and one whose context both have: then rank 1's calls of the driver wait too.
+        // First a device for each rank, then one for both: they share its context, so rank 1's driver calls wait, too.
         for devices in [2, 1] {
             is_timeout_of_rank_1(late_peer(devices, timeout, |_, _| (), |_| ()), timeout);
         }
     });
 }
 
-/// Another communicator of the same ranks, and the one that the bound one was made from: both on memory of the host.
+/// The bound communicator's sibling and their common parent go on: both work on host memory.
 #[test]
 fn host_operations_of_the_same_rank_go_on_while_the_driver_blocks() {
     child("blocked::host_operations_of_the_same_rank_go_on_while_the_driver_blocks", whole_lock(), || {
@@ -175,7 +176,7 @@ fn an_abort_returns_at_once_though_the_driver_blocks() {
                 took.lock().unwrap().push(hear.recv_timeout(DEADLINE).unwrap());
             });
         };
-        // Once with a context that both ranks have. The fastest counts: other programs may have the core.
+        // Once with a context that both ranks share. Only the fastest abort is judged: other programs may have the core.
         for devices in [2, 1, 2] {
             let (error, took) = late_peer(devices, Duration::from_secs(30), |_, _| (), abort);
             assert!(matches!(error, Error::Aborted { by: 0, .. }), "{error}");
@@ -186,7 +187,7 @@ fn an_abort_returns_at_once_though_the_driver_blocks() {
     });
 }
 
-/// A call is awaited, and once more joined with the stream.
+/// Makes the call twice: once it is awaited, and once joined with the stream.
 macro_rules! both {
     ($comm:expr, $stream:expr, |$call:ident| $work:expr) => {{
         let $call = $comm.call();
@@ -196,7 +197,7 @@ macro_rules! both {
     }};
 }
 
-/// Every collective, in place and not, where it can be.
+/// Every collective in place, and all but `scan` out of place.
 fn basics(comm: &mut Comm, stream: &DeviceStream, len: usize) {
     let (n, is_root) = (comm.size(), comm.rank() == 1);
     let buf = |len: usize| up(stream, vec![1.0_f32; len]);
@@ -227,7 +228,7 @@ fn basics(comm: &mut Comm, stream: &DeviceStream, len: usize) {
     soon(comm.barrier()).unwrap();
 }
 
-/// Else a driver that blocks holds up whoever waits for the lock: other communicators, deadlines, aborts.
+/// A driver that blocks under a lock would hold up every thread that needs the lock: other communicators, deadlines, aborts.
 #[test]
 fn no_driver_is_called_under_the_engines_locks() {
     child("blocked::no_driver_is_called_under_the_engines_locks", whole_lock(), || {

@@ -1,5 +1,5 @@
-//! Collectives and messages on device buffers: what comes out is what comes out of host buffers; order, failures, and
-//! what they own.
+//! Collectives and messages on device buffers that are staged through the host: they give the same results as on host buffers.
+//! Also their order, their failures, and what happens to their buffers.
 
 use std::time::Duration;
 
@@ -14,7 +14,7 @@ const SLOW: &[(&str, &str)] =
     &[("ALLSTREAM_TEST_CUDA_DELAY_US", "2000"), ("ALLSTREAM_TEST_CUDA_DEVICES", "2")];
 const N: usize = 3;
 
-/// One call on host buffers, and the same on device buffers: what every rank ends with.
+/// Makes one call on host buffers and once more on device buffers: every rank must end with the same values.
 macro_rules! same {
     ($comm:expr, $make:expr, in $len:expr, |$call:ident, $buf:ident| $work:expr) => {{
         let rank = $comm.rank();
@@ -41,12 +41,12 @@ macro_rules! same {
     }};
 }
 
-/// Every collective, in place and not: on device buffers as on host buffers.
+/// Checks that every collective, in place and (but for `scan`) out of place, gives on device buffers what it gives on host buffers.
 pub(crate) fn everything(comm: &mut Comm, stream: &DeviceStream, lens: &[usize]) {
     everything_in(comm, lens, &|values| up(stream, values));
 }
 
-/// The same on device buffers that this makes.
+/// The same, on device buffers that `make` makes.
 pub(crate) fn everything_in(comm: &mut Comm, lens: &[usize], make: &dyn Fn(Vec<f32>) -> DeviceBuf<f32>) {
     let root = comm.rank() == 1;
     let all = |len: usize| if root { N * len } else { 0 };
@@ -153,7 +153,7 @@ fn device_and_host_ranks_make_one_group() {
     });
 }
 
-/// Law 1: it starts after what the stream holds at the call, which here is slow, and no await comes in between.
+/// Law 1: an operation starts after the work that its buffer's stream holds at the call. That work is slow here, and nothing is awaited.
 #[test]
 fn law_1_an_operation_follows_the_stream_of_its_buffer() {
     child("collectives::law_1_an_operation_follows_the_stream_of_its_buffer", SLOW, || {
@@ -163,7 +163,7 @@ fn law_1_an_operation_follows_the_stream_of_its_buffer() {
                 let (_device, stream) = device();
                 let dirty = up(&stream, vec![0xAAAA_AAAAu32; 5000]);
                 drop(dirty);
-                // The same memory, filled later than this thread comes here.
+                // The pool gives the same memory again, and the stream may fill it only after this thread has made the calls.
                 let works: Vec<_> = (0..4)
                     .map(|_| comm.all_reduce(DeviceBuf::<u32>::zeroed(&stream, 5000).unwrap()))
                     .collect();
@@ -176,7 +176,7 @@ fn law_1_an_operation_follows_the_stream_of_its_buffer() {
     });
 }
 
-/// Law 2 and 3: nobody waits, and still all of it happens, and all is freed.
+/// Laws 2 and 3: operations that nobody awaits still run to their end, and all memory is freed.
 #[test]
 fn law_2_a_dropped_operation_on_device_memory_runs_on() {
     child("collectives::law_2_a_dropped_operation_on_device_memory_runs_on", SLOW, || {
@@ -194,7 +194,7 @@ fn law_2_a_dropped_operation_on_device_memory_runs_on() {
     });
 }
 
-/// Law 4: a peer that does not call, and an abort: an error in time, with the buffer.
+/// Law 4: if a peer does not call, or aborts, the operation ends in time with an error that holds the buffer.
 #[test]
 fn law_4_a_missing_peer_and_an_abort_end_operations_on_device_memory() {
     child("collectives::law_4_a_missing_peer_and_an_abort_end_operations_on_device_memory", SLOW, || {
@@ -240,7 +240,7 @@ fn what_cannot_be_is_refused_with_the_buffer() {
         let mut comm = Comm::local(1).unwrap().remove(0);
         let host = HostStream::new("a test").unwrap();
         let refused = |failed: Failed<DeviceBuf<f32>>| {
-            assert!(failed.error.to_string().contains("the buffer's own stream"), "{}", failed.error);
+            assert!(failed.error.to_string().contains("after what its own stream holds"), "{}", failed.error);
             failed.buf.unwrap()
         };
         let buf = up(&stream, vec![1f32; 8]);
@@ -253,7 +253,7 @@ fn what_cannot_be_is_refused_with_the_buffer() {
     });
 }
 
-/// Each call of the driver that staging makes fails once: an error or none, no hang, nothing lost or leaked.
+/// Each driver call that staging makes fails once: there may be an error, but no hang, and nothing is lost or leaked.
 #[test]
 fn every_call_of_staging_fails_in_turn() {
     const CALLED: [&str; 9] = [
@@ -269,7 +269,7 @@ fn every_call_of_staging_fails_in_turn() {
     ];
     fn program() -> Result<(), Error> {
         let results = ranks(2, |mut comm| -> Result<(), Error> {
-            // A rank that gives up leaves: the other hears of it.
+            // A rank that gives up aborts, so that the other one ends, too.
             let run = |comm: &mut Comm| -> Result<(), Error> {
                 let device = Device::new(0)?;
                 let stream = DeviceStream::new(&device)?;

@@ -1,9 +1,9 @@
 //! Every collective by every algorithm on bound devices: bit for bit what the same call gives on host buffers.
 //!
-//! (What is right on host buffers, `tests/conformance/calls.rs` says.) By default pairwise: every two of (collective and
-//! algorithm, form, world, length, element type, reduction, root, data) that can go together do so in a case.
-//! `ALLSTREAM_TEST_FULL=1`: also a twenty-fourth of what forms, calls, worlds and lengths make together, and between three ranks on two
-//! devices a sixth of what forms, calls, element types and reductions do (`=all`: all of it).
+//! (`tests/conformance/calls.rs` checks the results on host buffers.) By default the cases are pairwise: any two values of (collective and
+//! algorithm, form, world, length, element type, reduction, root, data) that fit together occur in one case.
+//! `ALLSTREAM_TEST_FULL=1` adds one in 24 of all combinations of call, form, world and length, and for three ranks on two
+//! devices one in six of all combinations of call, form, element type and reduction (`=all`: all combinations).
 
 use std::marker::PhantomData;
 use std::time::{Duration, Instant};
@@ -21,7 +21,7 @@ use crate::pairwise::pairwise;
 use crate::support::{calls, child_within, down, full, nothing_left, ranks, report, up};
 use crate::values::{Value, mix, typed};
 
-/// For one call.
+/// Time limit of one call.
 const CALL: Duration = Duration::from_secs(30);
 const ALL: Duration = Duration::from_secs(240);
 const FULL: Duration = Duration::from_secs(1200);
@@ -29,15 +29,15 @@ const FULL: Duration = Duration::from_secs(1200);
 /// Ranks, and the devices that they share out among them.
 const WORLDS: [(usize, usize); 10] =
     [(1, 1), (2, 1), (2, 2), (3, 1), (3, 2), (4, 3), (5, 2), (6, 3), (7, 1), (8, 3)];
-/// The one that tries every type with every reduction, if all is tried.
+/// Index of the world that tries every element type with every reduction, if all tests are run.
 const THOROUGH: usize = 4;
 
-/// Which of the forms of a call.
+/// The form of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Form {
     InPlace,
     Into,
-    /// The same with a count for each rank.
+    /// `InPlace` with a count for each rank. `IntoV` is `Into` with such counts.
     InPlaceV,
     IntoV,
     List,
@@ -58,7 +58,7 @@ impl Form {
         }
     }
 
-    /// Whether its plan works in place.
+    /// Whether the plan of a call in this form works in place.
     fn in_place(self, kind: Kind) -> bool {
         match self {
             Form::List => matches!(kind, Kind::AllReduce | Kind::Broadcast | Kind::Reduce),
@@ -86,7 +86,7 @@ fn length(n: usize, which: usize) -> usize {
     [0, 1, n.saturating_sub(1), n + 1, 77, 1000, 4099][which]
 }
 
-/// Every collective that moves something, by every algorithm, and by the one that is chosen.
+/// Every collective that moves data, with each of its algorithms and with `Algo::Auto`.
 fn call_list() -> Vec<(Kind, Algo)> {
     let of = |kind: Kind| algorithms(kind).iter().copied().chain([Algo::Auto]).map(move |algo| (kind, algo));
     Kind::ALL.into_iter().filter(|kind| *kind != Kind::Barrier).flat_map(of).collect()
@@ -99,11 +99,11 @@ fn suits((kind, algo): (Kind, Algo), form: Form, n: usize) -> bool {
     algo == Algo::Auto || (0..n).all(|rank| plan::plan(kind, algo, &shape(rank)).is_ok())
 }
 
-/// What cases are made of, by index.
+/// The values that cases are made of. A row names them by index.
 struct Factors {
     calls: Vec<(Kind, Algo)>,
     ops: Vec<Combine>,
-    /// By call, form and world.
+    /// Indexed by call, form and world: whether such a plan exists.
     suits: Vec<Vec<Vec<bool>>>,
 }
 
@@ -121,7 +121,7 @@ impl Factors {
         op.supports(dtype) && op.fits(call.0) && op.goes_by(Some(dtype), call)
     }
 
-    /// Whether values go together, where not all are chosen yet.
+    /// Whether a case can have the values chosen so far (`None`: not chosen yet).
     fn allowed(&self, row: &[Option<usize>]) -> bool {
         let any = |at: Option<usize>, of: usize| at.map_or(0..of, |at| at..at + 1);
         any(row[0], self.calls.len()).any(|call| {
@@ -209,7 +209,7 @@ struct Run<'a, T> {
     of: PhantomData<T>,
 }
 
-/// The call on host buffers and on device buffers: the same bits in each buffer.
+/// Makes the call on host buffers and on device buffers, and compares the bits of each buffer.
 macro_rules! same {
     ($run:ident, ($($x:ident = $values:expr),+), |$c:ident| $work:expr) => {{
         $(let $x: Vec<T> = $values;)+
@@ -228,7 +228,7 @@ macro_rules! same {
     }};
 }
 
-/// What a call gives back, as values.
+/// The buffers that a call gives back, as values on the host.
 trait Down<T> {
     fn down(self) -> Vec<Vec<T>>;
 }
@@ -263,7 +263,7 @@ impl<T: Value> Run<'_, T> {
     fn options(&mut self) -> Call<'_> {
         let (case, rank) = (self.case, self.comm.rank());
         let mut options = self.comm.call().algo(case.algo).timeout(CALL);
-        // Which one is chosen may differ between hosts and devices, where the order of floats is free.
+        // `Algo::Auto` may choose differently on hosts and on devices where floats may be combined in any order.
         let exact = case.op.is_exact() || !case.dtype.is_float();
         if case.algo == Algo::Auto && (!exact || case.seed.is_multiple_of(2)) {
             options = options.deterministic(true);
@@ -391,7 +391,7 @@ impl<T: Value> Run<'_, T> {
         }
     }
 
-    /// Now and then more buffers than are in flight together, now and then none.
+    /// Calls that take lists: some have more buffers than are in flight together, and some have none.
     fn list(&mut self) -> Result<(), String> {
         let (n, root, len) = (self.comm.size(), self.case.root, self.case.len);
         let h = mix(&[self.case.seed, 17]) as usize;
@@ -437,7 +437,7 @@ impl<T: Value> Run<'_, T> {
     }
 }
 
-/// Some of each call, to be run with something taken away.
+/// A few cases of each call, which `hazards.rs` runs with a wait taken away.
 #[cfg(feature = "testing")]
 pub(crate) fn some(n: usize, seed: u64) -> Vec<Case> {
     let world = WORLDS.iter().position(|(ranks, _)| *ranks == n).unwrap();
@@ -448,7 +448,7 @@ pub(crate) fn some(n: usize, seed: u64) -> Vec<Case> {
                 continue;
             }
             let h = mix(&[seed, c as u64, f as u64]) as usize;
-            // (On floats, now and then, with a factor.)
+            // (One reduction in four has a factor, as the elements are floats.)
             let op = if h.is_multiple_of(4) && kind.reduces() {
                 Combine::Scaled
             } else {
@@ -460,7 +460,7 @@ pub(crate) fn some(n: usize, seed: u64) -> Vec<Case> {
             all.push(factors.case(row, h as u64));
         }
     }
-    // Not in the same order each time.
+    // The order depends on the seed.
     all.sort_by_key(|case| mix(&[seed, case.seed]));
     all
 }

@@ -1,4 +1,4 @@
-//! Copies, and what they own.
+//! Copies between host and device, and what happens to their buffers.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -23,7 +23,7 @@ fn copies_give_everything_back() {
         let (host, buf) = buf.copy_from_host(HostBuf::from(&[7; 5000][..])).wait().unwrap();
         let (buf, pinned) = futures::executor::block_on(buf.to_host(pinned)).unwrap();
         assert_eq!(*pinned, *host);
-        // Lengths that differ: both come back, and the error tells them.
+        // If the lengths differ, both buffers come back, and the error names both lengths.
         let Failed { buf, error } = buf.to_host(vec![0; 4]).wait().unwrap_err();
         assert_eq!(error.to_string(), "to_host: the host buffer has 4 elements, the device's 5000");
         let (buf, four) = buf.unwrap();
@@ -39,7 +39,7 @@ fn copies_give_everything_back() {
     });
 }
 
-/// A rank's device has a byte of 2 where a bool is to be, and another rank gets it in a collective.
+/// Rank 0's device buffer of bools has a byte that is 2, and rank 1 gets that byte by a broadcast.
 #[test]
 fn a_bool_of_a_device_that_is_neither_true_nor_false_never_reaches_the_host() {
     child("copies::a_bool_of_a_device_that_is_neither_true_nor_false_never_reaches_the_host", SLOW, || {
@@ -55,7 +55,8 @@ fn a_bool_of_a_device_that_is_neither_true_nor_false_never_reaches_the_host() {
                 bytes[wrong] += u8::from(comm.rank() == 0);
                 let bytes = up(&stream, bytes);
                 let memory = ForeignMemory { pointer: bytes.as_ptr(), len, dtype: DType::Bool };
-                // SAFETY: memory of a buffer that it keeps. That one byte is no bool is what is tried out.
+                // SAFETY: the memory is that of `bytes`, which the new buffer keeps. One byte is no bool on purpose: the test checks that
+                // it never becomes a `bool` on the host.
                 let bools = unsafe { DeviceBuf::<bool>::from_foreign(memory, &stream, bytes) }.unwrap();
                 let bools = soon(comm.broadcast(bools, 0)).unwrap();
                 let expected: Vec<bool> = (0..len).map(|i| i != wrong).collect();
@@ -89,7 +90,7 @@ fn long_copies_go_in_slices_and_end_as_one() {
         let mut back = vec![0; len];
         (buf, back) = soon(buf.to_host(back)).unwrap();
         assert!(back == host);
-        // Any of them fails: one error, and both come back.
+        // Any one of these calls fails: there is one error, and both buffers come back.
         for copy in ["cuMemcpyDtoHAsync_v2", "cuEventRecord", "cuEventQuery"] {
             for nth in 1..=3 {
                 fail(Some(copy), nth, 1);
@@ -147,7 +148,7 @@ fn memory_that_runs_out_gives_the_host_buffer_back() {
         assert!(text.contains("get 8388608 bytes of memory on CUDA device 0: cuMemAlloc"), "{text}");
         assert!(text.contains("OUT_OF_MEMORY (2)") && text.contains("Device::trim"), "{text}");
         assert!(DeviceBuf::<f64>::zeroed(&stream, usize::MAX / 2).is_err());
-        // What there is can be had, again and again; and blocks that are not used make room for larger ones.
+        // Memory that was given back can be had again, and blocks that are not used make room for larger ones.
         for len in [100, 1 << 19, 1000, 3 << 18, 10] {
             let buf = DeviceBuf::<u32>::zeroed(&stream, len).unwrap();
             assert!(device.pool().used >= 4 * len as u64);
@@ -172,7 +173,7 @@ fn foreign_memory_is_looked_at_and_its_owner_dropped_in_order() {
         }
         impl Drop for Owner {
             fn drop(&mut self) {
-                // SAFETY: the functions' types in cuda.h; what was allocated below, freed once, in its context.
+                // SAFETY: cuda.h declares the functions with these types; the memory was allocated below, and is freed once, in its context.
                 let answer = unsafe {
                     let set: unsafe extern "C" fn(u64) -> u32 =
                         std::mem::transmute(function("cuCtxSetCurrent"));
@@ -186,12 +187,12 @@ fn foreign_memory_is_looked_at_and_its_owner_dropped_in_order() {
             }
         }
         let (device, stream) = device();
-        // A buffer of the pool's tells an address that the driver knows.
+        // The address of a pooled buffer is one that the driver knows.
         let pooled = DeviceBuf::<u32>::zeroed(&stream, 100).unwrap();
         let memory = ForeignMemory { pointer: pooled.as_ptr(), len: 100, dtype: DType::U32 };
         let other = DeviceStream::new(&Device::new(1).unwrap()).unwrap();
         let told = |memory: ForeignMemory, stream: &DeviceStream| {
-            // SAFETY: refused, whatever it is.
+            // SAFETY: every memory that is passed here is refused, so nobody uses it.
             unsafe { DeviceBuf::<u32>::from_foreign(memory, stream, ()) }.unwrap_err().error.to_string()
         };
         assert!(told(ForeignMemory { dtype: DType::F32, ..memory }, &stream).contains("holds f32"));
@@ -210,7 +211,7 @@ fn foreign_memory_is_looked_at_and_its_owner_dropped_in_order() {
         drop((pooled, pinned, other));
 
         let (mut pointer, mut context) = (0_u64, 0_u64);
-        // SAFETY: the functions' types in cuda.h; the context is the primary one, which `device` holds.
+        // SAFETY: cuda.h declares the functions with these types; the context is the primary one, which `device` holds.
         unsafe {
             let retain: unsafe extern "C" fn(*mut u64, i32) -> u32 =
                 std::mem::transmute(function("cuDevicePrimaryCtxRetain"));
@@ -225,7 +226,7 @@ fn foreign_memory_is_looked_at_and_its_owner_dropped_in_order() {
         let gone = Arc::new(AtomicBool::new(false));
         let memory = ForeignMemory { pointer, ..memory };
         let owner = Owner { pointer, context, _device: device.clone(), gone: gone.clone() };
-        // SAFETY: 400 bytes of the device, which only this test has; written before they are read.
+        // SAFETY: only this test has these 400 bytes of the device, which `owner` frees; they are written before they are read.
         let buf = unsafe { DeviceBuf::<u32>::from_foreign(memory, &stream, owner) }.unwrap();
         let (_, buf) = soon(buf.copy_from_host(numbers(100))).unwrap();
         let [low, high] = buf.split_at(40).unwrap();
@@ -246,7 +247,7 @@ fn foreign_memory_is_looked_at_and_its_owner_dropped_in_order() {
 fn the_per_thread_stream_is_refused() {
     child("copies::the_per_thread_stream_is_refused", &[], || {
         let (device, stream) = device();
-        // SAFETY: refused.
+        // SAFETY: the per-thread stream is refused, so nobody uses it.
         let refused = unsafe { DeviceStream::from_raw(&device, std::ptr::without_provenance_mut(2)) };
         let text = refused.unwrap_err().to_string();
         assert!(text.contains("on every thread") && text.contains("new_cuda_with_stream"), "{text}");

@@ -13,8 +13,8 @@ use crate::support::{
     DEADLINE, all_calls, bound, calls, child, down, function, in_context, ranks, soon, until, up,
 };
 
-/// Calls of the driver by a rank for an operation on 4 KB in place, in the steady state: those that enter and leave a context count, too.
-/// The operations are awaited one by one, and each begins on all ranks at once.
+/// How often a rank calls each driver function for one in-place all_reduce of 4 KB, on average, in the steady state. Calls that enter and
+/// leave a context count, too. The operations are awaited one by one, and all ranks begin each of them together.
 fn calls_of_an_operation(n: usize, devices: usize) -> Vec<(String, f64)> {
     const OPERATIONS: u64 = 200;
     let all = Barrier::new(n);
@@ -43,8 +43,8 @@ fn calls_of_an_operation(n: usize, devices: usize) -> Vec<(String, f64)> {
     counts.swap_remove(0)
 }
 
-/// A small operation is as expensive as its calls of the driver. Of ranks that share a device, the last to call launches for all: each makes four calls as it calls, and
-/// the last one five more. Otherwise each rank makes nine.
+/// The driver calls are most of what a small operation costs. Where ranks share a device, the last one to call launches for all: each rank makes
+/// four driver calls at its call, and the last one makes five more. Otherwise each rank makes nine.
 #[test]
 fn a_small_operation_makes_few_calls() {
     let two = &[("ALLSTREAM_TEST_CUDA_DEVICES", "2")];
@@ -54,7 +54,7 @@ fn a_small_operation_makes_few_calls() {
             let all: f64 = calls.iter().map(|(_, count)| count * n as f64).sum();
             let most = if devices == 1 { 4 * n + 5 } else { 9 * n };
             eprintln!("{n} ranks on {devices} devices: {all:.2} calls of all ranks: a rank's {calls:.3?}");
-            // (Now and then a busy machine takes so long that the driver is asked whether a stream has failed.)
+            // (The margin is for busy machines: an operation may take so long that the engine asks the driver whether a stream has failed.)
             assert!(
                 all < most as f64 + 0.5 * n as f64,
                 "{all} calls of the driver, with {n} ranks on {devices} devices: {calls:.3?}"
@@ -70,25 +70,25 @@ fn a_small_operation_makes_few_calls() {
     });
 }
 
-/// When this program began.
+/// The time at which this was first asked for.
 static BEGAN: LazyLock<Instant> = LazyLock::new(Instant::now);
-/// Microseconds from then to the last end of a collective on any rank's stream.
+/// Microseconds from [`BEGAN`] to the last end of a collective on any rank's stream.
 static ENDED: AtomicU64 = AtomicU64::new(0);
 
-/// Something on a stream takes 5 ms.
+/// Keeps a stream busy for 5 ms.
 unsafe extern "C" fn takes_long(_: *mut c_void) {
     std::thread::sleep(Duration::from_millis(5));
 }
 
-/// A stream has come here.
+/// Notes the time at which a stream has come to this call.
 unsafe extern "C" fn ends(_: *mut c_void) {
     ENDED.fetch_max(BEGAN.elapsed().as_micros() as u64, Ordering::SeqCst);
 }
 
-/// Puts a function of the host's on a stream of device 0.
+/// Has a stream of device 0 call a function on the host.
 fn put(stream: &DeviceStream, call: unsafe extern "C" fn(*mut c_void)) {
     let address = function("cuLaunchHostFunc");
-    // SAFETY: the function's type in cuda.h; what is called takes no argument and calls nothing of the driver's.
+    // SAFETY: cuda.h declares the function with this type; the stream exists; `call` ignores its argument, and calls no driver.
     unsafe {
         type Call = unsafe extern "C" fn(*mut c_void);
         let launch: unsafe extern "C" fn(*mut c_void, Call, *mut c_void) -> u32 =
@@ -97,11 +97,11 @@ fn put(stream: &DeviceStream, call: unsafe extern "C" fn(*mut c_void)) {
     }
 }
 
-/// How the driver is asked, or told to call, when something is over.
+/// The driver functions that ask whether something has ended, or have the driver call when it has.
 const ASKED: [&str; 2] = ["cuEventQuery", "cuLaunchHostFunc"];
 
-/// Collectives of 8 ranks on one device that one thread awaits, each of which takes 5 ms. How late their ends are seen, in microseconds. `aside`: the ranks'
-/// streams are not those of the buffers, and nobody sees when collectives are over there. And how often [`ASKED`] were called meanwhile.
+/// One thread awaits collectives of 8 ranks on one device, each of which takes 5 ms. Returns how late it sees their ends, in microseconds, and how
+/// often the functions in [`ASKED`] were called. `aside`: the ranks do not use the buffers' streams; the ends are then not timed, and the delays mean nothing.
 fn ends_are_seen_after(aside: bool, operations: usize) -> (Vec<u64>, [u64; 2]) {
     const RANKS: usize = 8;
     let device = Device::new(0).unwrap();
@@ -121,7 +121,7 @@ fn ends_are_seen_after(aside: bool, operations: usize) -> (Vec<u64>, [u64; 2]) {
         if !aside {
             streams.iter().for_each(|stream| put(stream, ends));
         }
-        // Within `soon`, which takes its runtime down before it returns.
+        // The time is taken within `soon`, which takes its runtime down before it returns.
         let (all, seen) = soon(async {
             let all = try_join_all(works).await;
             (all, BEGAN.elapsed().as_micros() as u64)
@@ -142,7 +142,7 @@ fn ends_are_seen_after(aside: bool, operations: usize) -> (Vec<u64>, [u64; 2]) {
 fn an_end_is_noticed_without_the_driver() {
     const OPERATIONS: usize = 60;
     child("costs::an_end_is_noticed_without_the_driver", &[], || {
-        // What is left of making the communicator is over with the first operations.
+        // Not counted: the first operations also finish what making a communicator has begun.
         ends_are_seen_after(true, 5);
         let (_, [queries, told]) = ends_are_seen_after(true, OPERATIONS);
         assert!(queries < OPERATIONS as u64 / 2, "cuEventQuery was called {queries} times");

@@ -1,4 +1,4 @@
-//! cudarc's memory in collectives, by the same driver: cudarc opens `libcuda.so` from the loader's path.
+//! Collectives on memory of cudarc, which uses the same test driver: it opens `libcuda.so` from the loader's path.
 
 use std::ffi::c_void;
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use cudarc::driver::{CudaContext, CudaSlice, CudaStream, DevicePtr, DriverError,
 
 use crate::support::{child, function, library, nothing_left, report, set_delays, soon};
 
-/// Runs the test where cudarc finds the driver for tests.
+/// Runs the test in a process where cudarc finds the test driver.
 fn with_cudarc(test: &str, delay: &str, body: impl FnOnce()) {
     let folder = library().parent().unwrap().to_str().unwrap();
     let variables = [
@@ -50,7 +50,7 @@ fn collectives_take_slices_and_give_them_back() {
                 let slice: CudaSlice<f32> = buf.into_inner();
                 let sum: Vec<f32> = (0..5000).map(|i| 2.0 * (values(0)[i] + values(1)[i])).collect();
                 assert!(stream.clone_dtoh(&slice).unwrap() == sum);
-                // Beside buffers of the host's and of ours.
+                // In one list with a buffer of the host.
                 let slice = CudarcBuf::try_from(stream.alloc_zeros::<f32>(4).unwrap()).unwrap();
                 let list = (vec![vec![1.0_f32; 4]], [slice]);
                 let (host, [slice]) = soon(comm.all_reduce_list(list)).unwrap();
@@ -64,7 +64,7 @@ fn collectives_take_slices_and_give_them_back() {
     });
 }
 
-/// cudarc's late work on other streams comes before ours, and ours before cudarc's later work there.
+/// Work that cudarc has put on other streams runs before our collective, and our collective before cudarc's later work there.
 #[test]
 fn other_streams_of_cudarcs_are_in_order() {
     with_cudarc("cudarc::other_streams_of_cudarcs_are_in_order", "3000", || {
@@ -75,7 +75,7 @@ fn other_streams_of_cudarcs_are_in_order() {
                 let [home, early, late] = [(); 3].map(|()| context.new_stream().unwrap());
                 let mut slice = home.clone_htod(&values(0)).unwrap();
                 let ones = home.clone_htod(&[1.0_f32; 5000]).unwrap();
-                // For the stream to be behind with.
+                // Work that delays the stream.
                 for _ in 0..3 {
                     drop(early.alloc_zeros::<u8>(16).unwrap());
                 }
@@ -83,7 +83,7 @@ fn other_streams_of_cudarcs_are_in_order() {
                 let buf = soon(comm.all_reduce(CudarcBuf::new(slice).unwrap())).unwrap();
                 let slice = buf.into_inner();
                 assert!(late.clone_dtoh(&slice).unwrap() == [2.0; 5000], "seed {seed}");
-                // Dropped in the middle of an operation, after which it is freed.
+                // The buffer is dropped in the middle of an operation, and freed after it.
                 drop(comm.all_reduce(CudarcBuf::new(slice).unwrap()));
                 soon(comm.barrier()).unwrap();
             });
@@ -93,14 +93,15 @@ fn other_streams_of_cudarcs_are_in_order() {
     });
 }
 
-/// What is left on the slice's stream when it is given back (after a failure, say) comes before cudarc's work on others.
+/// Work of ours that is left on the slice's stream when the slice is given back (after a failure, say) runs before cudarc's later work on
+/// other streams.
 #[test]
 fn work_of_ours_comes_before_what_cudarc_does_next() {
     with_cudarc("cudarc::work_of_ours_comes_before_what_cudarc_does_next", "3000", || {
         let context = CudaContext::new(0).unwrap();
         let [home, late] = [(); 2].map(|()| context.new_stream().unwrap());
         let device = Device::new(0).unwrap();
-        // SAFETY: `home` outlives all that is on `ours`: it is waited for below.
+        // SAFETY: `ours` is the stream of `home`, which outlives all work on it: `synchronize` below waits for that work.
         let ours = unsafe { DeviceStream::from_raw(&device, home.cu_stream().cast()) }.unwrap();
         for seed in 0..15 {
             set_delays(3000, seed);
@@ -108,8 +109,8 @@ fn work_of_ours_comes_before_what_cudarc_does_next() {
             let pointer = slice.device_ptr(&home).0;
             let buf = CudarcBuf::new(slice).unwrap();
             let memory = ForeignMemory { pointer, len: 5000, dtype: DType::F32 };
-            // SAFETY: as an operation that has `buf`: nobody else uses the memory until `buf` gives the slice back, and what
-            // is put on its stream here comes before that.
+            // SAFETY: `alias` acts as an operation that has `buf`: `buf` keeps the memory, which nobody else uses until `buf` gives the slice back,
+            // and all work of `alias` is put on the slice's stream before that.
             let alias = unsafe { DeviceBuf::<f32>::from_foreign(memory, &ours, ()) }.unwrap();
             for _ in 0..3 {
                 drop(DeviceBuf::<u32>::zeroed(&ours, 16).unwrap());
@@ -128,7 +129,7 @@ fn a_slice_becomes_a_device_buffer() {
         let context = CudaContext::new(0).unwrap();
         for _ in 0..10 {
             let slice = context.new_stream().unwrap().clone_htod(&values(3)).unwrap();
-            // Its stream has no other owner: the buffer keeps it.
+            // The slice has the only handle of its stream, so the buffer must keep the stream.
             let buf = CudarcBuf::new(slice).unwrap().into_device_buf().unwrap();
             let [low, high] = buf.split_at(1000).unwrap();
             let (high, low) = soon(DeviceBuf::zeroed(high.stream(), 4000).unwrap().copy_from(high))
@@ -156,7 +157,7 @@ fn a_slice_that_cannot_be_ordered_is_refused_and_comes_back() {
         // A context of its own.
         let own = {
             let mut raw: *mut c_void = std::ptr::null_mut();
-            // SAFETY: the function's type in cuda.h; cudarc gets the context, for itself.
+            // SAFETY: cuda.h declares the function with this type; cudarc becomes the only owner of the new context.
             unsafe {
                 let create: unsafe extern "C" fn(*mut *mut c_void, u32, i32) -> u32 =
                     std::mem::transmute(function("cuCtxCreate_v2"));
@@ -167,7 +168,7 @@ fn a_slice_that_cannot_be_ordered_is_refused_and_comes_back() {
         let slice = refused(own.new_stream().unwrap().clone_htod(&[1_u32; 8]).unwrap(), "primary context");
         drop((slice, own));
 
-        // An error that cudarc keeps for the next call is told, once.
+        // An error that cudarc has kept for its next call is reported, once.
         let stream: Arc<CudaStream> = context.new_stream().unwrap();
         let slice = stream.clone_htod(&[1_u32; 8]).unwrap();
         context.record_err::<()>(Err(DriverError(sys::cudaError_enum::CUDA_ERROR_UNKNOWN)));

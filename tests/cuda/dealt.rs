@@ -1,5 +1,5 @@
-//! Ranks of one process that share a device, whose hardware queues are few and dealt to streams at random. A rank that joins a stream before
-//! all have called breaks a rule (`Work::join`): it may have to wait, or is told so. None of it takes until a deadline.
+//! Ranks of one process that share a device with few hardware queues, which are dealt to streams at random. A rank that joins a stream before
+//! all ranks have called breaks a rule (`Work::join`): the join may wait, or fails and names the rule. Neither takes until a deadline.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
@@ -15,10 +15,10 @@ use crate::values::mix;
 
 const RANKS: usize = 8;
 const ROUNDS: usize = 3;
-/// Of an operation; no test here comes near it.
+/// Time limit of an operation; no test here comes near it.
 const LIMIT: Duration = Duration::from_secs(15);
 
-/// For each seed: a device with 3 queues, and with `more` for every second, dealt by it.
+/// Calls `run` for each seed, which decides how queues are dealt. A device has 3 queues, or `more` with every second seed.
 fn each_seed(more: u32, few: u64, mut run: impl FnMut(u64)) {
     let seeds = if full() { 100 } else { few };
     for seed in 0..seeds {
@@ -33,7 +33,7 @@ fn each_seed(more: u32, few: u64, mut run: impl FnMut(u64)) {
     assert_eq!(report().freed_in_use, 0);
 }
 
-/// The error says what to do.
+/// Checks that the error names the rule, and the variable that gives more queues.
 fn names_the_rule(error: &Error) {
     let text = error.to_string();
     assert!(matches!(error, Error::Invalid { call, .. } if call == "join"), "{text}");
@@ -43,14 +43,14 @@ fn names_the_rule(error: &Error) {
     );
 }
 
-/// What all ranks have after so many sums.
+/// What all ranks have after [`ROUNDS`] sums, each of the results of the one before.
 fn sums() -> Vec<f32> {
     let first = |i: usize| (0..RANKS).map(|rank| values(rank, 64)[i]).sum::<f32>();
     let times = RANKS.pow(ROUNDS as u32 - 1) as f32;
     (0..64).map(|i| first(i) * times).collect()
 }
 
-/// Calls, does `before_join`, and joins, one operation behind the other.
+/// Runs [`ROUNDS`] operations, one behind the other: calls, does `before_join`, and joins.
 fn chain(
     comm: &mut Comm,
     stream: &DeviceStream,
@@ -135,7 +135,8 @@ fn all_bound(n: usize) -> Vec<(Comm, DeviceStream)> {
     soon(futures::future::join_all(comms.into_iter().map(bind)))
 }
 
-/// The first rank's stream waits when the second calls, or the first would wait for its own thread.
+/// One thread calls and joins for each rank in turn. The first rank's stream may wait already when the second rank calls: its join cannot
+/// wait for that call, which comes from the same thread.
 #[test]
 fn one_thread_that_breaks_the_rule_is_told_at_once() {
     child("dealt::one_thread_that_breaks_the_rule_is_told_at_once", &[], || {
@@ -146,7 +147,7 @@ fn one_thread_that_breaks_the_rule_is_told_at_once() {
             let mut inputs: Vec<_> =
                 all.iter().map(|(comm, stream)| Some(up(stream, values(comm.rank(), 64)))).collect();
             let mut worst: Option<Error> = None;
-            // Twice: in the second round each rank's stream is known.
+            // Two rounds: in the second, the engine knows each rank's stream.
             for _ in 0..2 {
                 for (rank, (comm, stream)) in all.iter_mut().enumerate() {
                     let Some(input) = inputs[rank].take() else { continue };
@@ -184,7 +185,7 @@ fn one_thread_that_breaks_the_rule_is_told_at_once() {
     });
 }
 
-/// One stream for two ranks: a join by the first is in the way of the second's call, whatever the queues are.
+/// Two ranks share one stream: once the first has joined it, the second's input cannot be ready, however many queues there are.
 #[test]
 fn ranks_that_share_a_stream_are_told_at_once() {
     child("dealt::ranks_that_share_a_stream_are_told_at_once", &[], || {

@@ -19,7 +19,7 @@ fn devices_get_what_hosts_get() {
         ranks(3, |mut comm| {
             // Two devices: one has two ranks.
             let device = Device::new(comm.rank() % 2).unwrap();
-            // Through either handle.
+            // A shared handle can be bound as well as the communicator.
             let path = match comm.rank() {
                 0 => soon(comm.share().bind_device(&device)),
                 _ => soon(comm.bind_device(&device)),
@@ -36,7 +36,8 @@ fn devices_get_what_hosts_get() {
     });
 }
 
-/// All that binding and a collective on devices call. Those that give something back are in `faults.rs`.
+/// Driver functions that binding and a collective on devices call, but for those that wait for words in memory or write them, and those that give
+/// something back (`faults.rs` has these).
 const CALLED: [&str; 19] = [
     "cuDevicePrimaryCtxRetain",
     "cuCtxGetStreamPriorityRange",
@@ -59,7 +60,7 @@ const CALLED: [&str; 19] = [
     "cuCtxPopCurrent_v2",
 ];
 
-/// What a program on two devices does. It ends on all ranks soon after one has failed: nobody waits for a deadline.
+/// A program on two devices. All ranks end soon after one has failed: nobody waits for a deadline.
 fn program() -> Result<(), Error> {
     fn run(comm: &mut Comm) -> Result<(), Error> {
         let device = Device::new(comm.rank())?;
@@ -78,7 +79,7 @@ fn program() -> Result<(), Error> {
         let result = run(&mut comm);
         match &result {
             Ok(()) => soon(comm.close())?,
-            // A rank that gives up leaves: the other hears of it.
+            // A rank that gives up aborts, so that the other one ends, too.
             Err(_) => comm.abort("a rank gave up"),
         }
         result
@@ -86,7 +87,7 @@ fn program() -> Result<(), Error> {
     results.into_iter().collect()
 }
 
-/// Each call of the driver that a bound communicator makes fails once: an error or none, no hang, nothing lost or leaked.
+/// Each driver call that a bound communicator makes fails once: there may be an error, but no hang, and nothing is lost or leaked.
 #[test]
 fn every_call_of_a_bound_communicator_fails_in_turn() {
     let variables = [("ALLSTREAM_TEST_CUDA_DEVICES", "2")];
@@ -98,7 +99,7 @@ fn every_call_of_a_bound_communicator_fails_in_turn() {
             nothing_left("nothing fails");
             let (times, start) = (calls(name) - before, Instant::now());
             let (mut told, mut tried) = (0, 0);
-            // All of them, or so many that are spread out.
+            // All of the calls, or 24 (96 in a full run) at most, which are spread out.
             let step = times.div_ceil(if full() { 96 } else { 24 }).max(1);
             for nth in (1..=times).step_by(step as usize) {
                 fail(Some(name), nth, 999);

@@ -1,4 +1,4 @@
-//! DLPack tensors in device memory. `tests/engine/dlpack.rs` has those of the host's.
+//! DLPack tensors in device memory. `tests/engine/dlpack.rs` tests tensors in host memory.
 
 use std::ffi::c_void;
 use std::sync::Mutex;
@@ -22,10 +22,10 @@ fn down<T: Element>(buf: DeviceBuf<T>) -> Vec<T> {
     soon(buf.to_host(vec![T::default(); len])).unwrap().1
 }
 
-/// Given away and taken again, in both forms.
+/// Exports the buffer and imports it again, in the versioned and in the legacy form.
 fn round_trips<T: Element>(buf: DeviceBuf<T>, shape: &[usize], stream: &DeviceStream) -> DeviceBuf<T> {
     let raw = dlpack::export(buf, shape).unwrap().into_versioned();
-    // SAFETY: a tensor of our own, which nobody else has.
+    // SAFETY: the tensor is our own, and nobody else has it.
     let tensor = unsafe { Tensor::from_versioned(raw.as_ptr()) }.unwrap();
     assert_eq!((tensor.dtype(), tensor.shape().len()), (Some(T::DTYPE), shape.len()));
     let buf = tensor.into_device::<T>(stream).unwrap();
@@ -50,15 +50,15 @@ fn tensors_on_a_device_go_out_and_come_back() {
             down(round_trips(DeviceBuf::<f64>::zeroed(&stream, 0).unwrap(), &[3, 0], &stream)).is_empty()
         );
         assert_eq!(down(round_trips(up(&stream, vec![2_i8]), &[], &stream)), [2]);
-        // A part of a buffer, and an operation.
+        // A part of a buffer is exported and imported, and goes into an operation.
         let [low, high] = up(&stream, numbers(100)).split_at(40).unwrap();
         let mut comm = Comm::local(1).unwrap().remove(0);
         let high = soon(comm.all_reduce(round_trips(high, &[60], &stream))).unwrap();
         assert_eq!((down(low), down(high)), (numbers(100)[..40].to_vec(), numbers(100)[40..].to_vec()));
-        // Pinned memory goes as the host's.
+        // Pinned memory is exported as host memory.
         let raw =
             dlpack::export(PinnedBuf::<f32>::zeroed(&device, 4).unwrap(), &[4]).unwrap().into_versioned();
-        // SAFETY: a tensor of our own, which nobody else has.
+        // SAFETY: the tensor is our own, and nobody else has it.
         let tensor = unsafe { Tensor::from_versioned(raw.as_ptr()) }.unwrap();
         assert_eq!(tensor.device().device_type, DL_CPU);
         assert_eq!(*tensor.into_host::<f32>().unwrap(), [0.0; 4]);
@@ -68,7 +68,7 @@ fn tensors_on_a_device_go_out_and_come_back() {
     });
 }
 
-/// The consumer's stream is behind with work on the tensor when it calls the deleter: the memory is not used before.
+/// The consumer calls the deleter while its stream still has work on the tensor: the memory is used again only after that work.
 #[test]
 fn memory_given_away_is_freed_in_the_order_of_the_consumers_stream() {
     child("dlpack::memory_given_away_is_freed_in_the_order_of_the_consumers_stream", SLOW, || {
@@ -76,13 +76,13 @@ fn memory_given_away_is_freed_in_the_order_of_the_consumers_stream() {
         for seed in 0..20 {
             set_delays(3000, seed);
             let [ours, theirs, next] = [(); 3].map(|()| DeviceStream::new(&device).unwrap());
-            // A producer of ours that is late; the consumer's stream is told of it, and is late itself.
+            // Our own stream fills the tensor late; the consumer's stream waits for that, and is late itself.
             for _ in 0..3 {
                 drop(DeviceBuf::<u32>::zeroed(&theirs, 16).unwrap());
             }
             let made = DeviceBuf::<u32>::zeroed(&ours, 5000).unwrap().on(&theirs).unwrap();
             let raw = dlpack::export(made, &[5000]).unwrap().into_versioned();
-            // SAFETY: a valid tensor, which is deleted at once, by the only one who has it.
+            // SAFETY: the tensor is valid, and its only owner calls the deleter, once.
             unsafe { (raw.as_ref().deleter.unwrap())(raw.as_ptr()) };
             let (_, buf) = soon(DeviceBuf::from_host(&next, numbers(5000))).unwrap();
             theirs.synchronize().unwrap();
@@ -106,7 +106,7 @@ fn what_is_taken_comes_after_the_work_on_the_stream_that_was_named() {
             let late = DeviceBuf::<u32>::zeroed(&theirs, 4000).unwrap();
             // The producer makes the named stream wait for its own.
             let raw = dlpack::export(late.on(&ours).unwrap(), &[4000]).unwrap().into_versioned();
-            // SAFETY: a tensor of our own; `ours` is the stream that it is ready on.
+            // SAFETY: the tensor is our own, and ready in the order of `ours`.
             let buf =
                 unsafe { Tensor::from_versioned(raw.as_ptr()) }.unwrap().into_device::<u32>(&ours).unwrap();
             assert!(down(buf) == [0; 4000], "seed {seed}");
@@ -122,14 +122,14 @@ struct Theirs {
 }
 
 static DELETED: AtomicUsize = AtomicUsize::new(0);
-/// What must have been reached by the time of the deleter.
+/// An event that must have been reached when the deleter is called.
 static LAST: Mutex<Option<DeviceEvent>> = Mutex::new(None);
 
 unsafe extern "C" fn delete(this: *mut DLManagedTensorVersioned) {
     if let Some(last) = LAST.lock().unwrap().take() {
         assert!(last.is_complete().unwrap(), "deleted while its stream works on it");
     }
-    // SAFETY: `theirs` made it so; called once.
+    // SAFETY: `manager_ctx` is the box that `theirs` has made; the deleter is called once.
     drop(unsafe { Box::from_raw((*this).manager_ctx.cast::<Theirs>()) });
     DELETED.fetch_add(1, Ordering::SeqCst);
 }
@@ -140,15 +140,15 @@ fn theirs(
 ) -> *mut DLManagedTensorVersioned {
     let buf = up(stream, numbers(50));
     let mut exported = dlpack::export(vec![0_u32; 50], &[50]).unwrap().into_versioned();
-    // SAFETY: valid, and deleted below.
+    // SAFETY: `exported` is valid until its deleter is called below.
     let mut managed = unsafe { std::ptr::read(exported.as_ptr()) };
     managed.dl_tensor.device.device_type = DL_CUDA;
     managed.dl_tensor.data = std::ptr::without_provenance_mut::<c_void>(buf.as_ptr() as usize);
     managed.dl_tensor.strides = std::ptr::null_mut();
-    // SAFETY: as above; the only owner.
+    // SAFETY: as above; nobody else owns `exported`, and no pointer of the copy into it is used from here on.
     unsafe { (exported.as_mut().deleter.unwrap())(exported.as_ptr()) };
     let theirs = Box::into_raw(Box::new(Theirs { buf, shape: [50], managed }));
-    // SAFETY: just made.
+    // SAFETY: the box was just made, and nobody else uses it yet.
     let theirs_mut = unsafe { &mut *theirs };
     theirs_mut.managed.dl_tensor.shape = theirs_mut.shape.as_mut_ptr();
     theirs_mut.managed.manager_ctx = theirs.cast();
@@ -194,10 +194,10 @@ fn a_tensor_that_is_not_what_it_says_is_refused() {
         let host = [0_u32; 50];
         let told = |stream: &DeviceStream, change: &dyn Fn(&mut DLManagedTensorVersioned)| {
             let before = DELETED.load(Ordering::SeqCst);
-            // SAFETY: a tensor with valid pointers to numbers, and nobody follows its address.
+            // SAFETY: the tensor's metadata is valid; it is refused, so nobody follows its data address.
             let tensor = unsafe { Tensor::from_versioned(theirs(stream, change)) }.unwrap();
             let Failed { buf, error } = tensor.into_device::<u32>(stream).unwrap_err();
-            // It comes back, and is deleted then, not before.
+            // The tensor comes back, and is deleted when it is dropped, not before.
             let tensor = buf.unwrap();
             assert_eq!(DELETED.load(Ordering::SeqCst), before);
             drop(tensor);

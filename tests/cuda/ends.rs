@@ -37,13 +37,13 @@ fn settle_waits_until_everything_is_given_back() {
     });
 }
 
-/// Memory that is kept for a second is no reason to wait for that.
+/// Memory that is kept for a second, to be used again, does not make `settle` wait for that second.
 #[test]
 fn settle_puts_nothing_off() {
     child("ends::settle_puts_nothing_off", &[], || {
         let (device, stream) = device();
         let mut comm = allstream::Comm::local(1).unwrap().remove(0);
-        // It is staged, through more than is kept for good.
+        // The operation is staged through more pinned memory than is kept for good.
         let large = DeviceBuf::<u8>::zeroed(&stream, 80 << 20).unwrap();
         drop(soon(comm.all_reduce(large)).unwrap());
         soon(comm.close()).unwrap();
@@ -54,7 +54,7 @@ fn settle_puts_nothing_off() {
     });
 }
 
-/// What is logged as a warning or an error.
+/// How many warnings and errors were logged.
 static SAID: AtomicU64 = AtomicU64::new(0);
 
 /// A log that counts.
@@ -79,15 +79,15 @@ impl Subscriber for Counting {
 
 type Left = (Device, DeviceStream, DeviceBuf<f32>, PinnedBuf<f32>, DeviceEvent);
 
-/// What a program has when it ends.
+/// What the program still holds when it ends.
 static LEFT: Mutex<Option<Left>> = Mutex::new(None);
 
 fn at_exit(function: extern "C" fn()) {
-    // SAFETY: a function without arguments that does not unwind.
+    // SAFETY: the function takes no arguments; as an `extern "C"` function it aborts instead of unwinding.
     assert_eq!(unsafe { libc::atexit(function) }, 0);
 }
 
-/// Of a process whose driver has gone: what is watched ends, what is dropped is dropped, and nobody says a word.
+/// Called when the driver has gone: waits for events end, everything can be dropped, and nothing is logged.
 extern "C" fn after_the_driver() {
     assert!(settle(DEADLINE), "the thread that watches goes on asking");
     let Some((device, stream, buf, pinned, event)) = LEFT.lock().unwrap().take() else {
@@ -108,7 +108,7 @@ extern "C" fn after_the_driver() {
 fn a_driver_that_has_gone_is_an_end_in_peace() {
     let test = "ends::a_driver_that_has_gone_is_an_end_in_peace";
     let output = child_says(test, &[], || {
-        // Before the driver is there: what is registered later is called earlier.
+        // Registered before the driver is loaded, so that it is called after the driver's own function: the last one registered runs first.
         at_exit(after_the_driver);
         tracing::subscriber::set_global_default(Counting).unwrap();
         let (device, stream) = device();
@@ -123,7 +123,7 @@ fn a_driver_that_has_gone_is_an_end_in_peace() {
     assert!(output.status.success() && said.contains("in peace"), "{}: {said}", output.status);
 }
 
-/// Keeps the process until somebody has called the driver, which then ends it.
+/// Keeps the process alive until somebody calls the driver, which then aborts the process.
 extern "C" fn linger() {
     let end = Instant::now() + DEADLINE;
     while Instant::now() < end {
@@ -132,7 +132,7 @@ extern "C" fn linger() {
     eprintln!("nobody called the driver");
 }
 
-/// The knob bites: a process that ends while something is watched calls a driver that is gone.
+/// `ALLSTREAM_TEST_CUDA_EXIT` works: a process that ends while a copy is watched calls the driver too late, and is aborted.
 #[test]
 fn a_process_that_does_not_settle_is_found_out() {
     let test = "ends::a_process_that_does_not_settle_is_found_out";

@@ -1,4 +1,4 @@
-//! Memory that runs out while other operations are under way: an error on all ranks, or a refusal that harms nobody; and the others go on.
+//! Memory that runs out while other operations are under way: all ranks get an error, or one call is refused; the others go on.
 
 use std::sync::Barrier;
 use std::time::{Duration, Instant};
@@ -15,21 +15,21 @@ const LEN: usize = 30_000;
 const DEADLINE: Duration = Duration::from_secs(15);
 const SOON: Duration = Duration::from_secs(5);
 const OUT_OF_MEMORY: u32 = 2;
-/// It keeps what comes of the other rank's beside its own.
+/// An algorithm that needs memory for the other rank's data beside its own.
 const ALGO: Algo = Algo::RecursiveDoubling;
-/// A stream that waits for its input holds up no other.
+/// So many hardware queues that a stream which waits for its input holds up no other.
 const APART: (&str, &str) = ("ALLSTREAM_TEST_CUDA_QUEUES", "32");
 
 fn sums(len: usize) -> Vec<f32> {
     values(0, len).iter().zip(values(1, len)).map(|(a, b)| a + b).collect()
 }
 
-/// Two ranks have an operation under way, which waits for an input; then call one on another communicator for which rank 1 cannot get all it needs, as `break_it`
-/// sees to. Both are told so, and have their buffers; the first goes on.
+/// Two ranks have an operation under way that waits for an input. Then they call one on another communicator, for which rank 1 cannot get all it needs:
+/// `break_it` sees to that. Both ranks get the error and their buffers back; the first operation goes on.
 fn runs_out(break_it: impl Fn(&DeviceStream) -> Vec<DeviceBuf<u8>> + Sync, parts: &[&str]) {
     let all = Barrier::new(2);
     ranks(2, |mut comm| {
-        // (By another kernel than the operation before: that is loaded.)
+        // (The call that fails uses `Max`, whose kernel is not loaded yet: the operations before it load the kernel for sums.)
         let (rank, stream) = (comm.rank(), bound(&mut comm, 2));
         let mut other = soon(comm.dup()).unwrap();
         bound(&mut other, 2);
@@ -72,7 +72,7 @@ fn runs_out(break_it: impl Fn(&DeviceStream) -> Vec<DeviceBuf<u8>> + Sync, parts
         is_ours(buf.unwrap());
         assert!(down(soon(goes_on).unwrap()) == sums(LEN), "the other operation goes on");
         drop((soon(input).unwrap(), most));
-        // And so does the communicator.
+        // The communicator goes on, too.
         let mut third = soon(comm.dup()).unwrap();
         bound(&mut third, 2);
         let sum = soon(third.algo(ALGO).all_reduce(up(&stream, values(rank, LEN)))).unwrap();
@@ -109,14 +109,14 @@ fn no_memory_for_a_kernel_is_told_to_all_ranks() {
     });
 }
 
-/// It is refused to the one rank, which calls again when there is some; the other rank waits meanwhile.
+/// One rank's call is refused. It calls again when there is pinned memory, and the other rank waits meanwhile.
 #[test]
 fn pinned_memory_that_runs_out_is_a_refusal() {
     child("exhausted::pinned_memory_that_runs_out_is_a_refusal", &[], || {
         let all = Barrier::new(2);
         ranks(2, |mut comm: Comm| {
             let (rank, (_device, stream)) = (comm.rank(), device());
-            // No pinned memory is kept for as much.
+            // Longer than any pinned memory that is kept for later operations.
             let mut buf = DeviceBuf::<f32>::zeroed(&stream, 10 * LEN).unwrap();
             if rank == 1 {
                 all.wait();
@@ -141,7 +141,7 @@ fn pinned_memory_that_runs_out_is_a_refusal() {
     });
 }
 
-/// A block of another process's that is first met in the middle of an operation cannot be opened.
+/// A memory block of another process cannot be opened. It is first needed in the middle of an operation.
 #[test]
 fn no_room_for_another_process_s_memory_is_told_to_both() {
     let test = "exhausted::no_room_for_another_process_s_memory_is_told_to_both";

@@ -1,4 +1,4 @@
-//! Every call of the driver fails once: an error, never a panic, a hang or a leak. And a context that breaks.
+//! Every driver call fails once: that gives an error, never a panic, a hang or a leak. Also contexts that break.
 
 use std::future::IntoFuture;
 use std::time::Duration;
@@ -11,7 +11,7 @@ use crate::support::{
     up,
 };
 
-/// What a program does.
+/// A program that makes all the calls in [`CALLED`].
 fn program() -> Result<(), Error> {
     let device = Device::new(0)?;
     let streams = [DeviceStream::new(&device)?, DeviceStream::high_priority(&device)?];
@@ -41,7 +41,7 @@ fn given_back<B>(failed: Failed<B>) -> Error {
     failed.error
 }
 
-/// All that the program calls, and whether it has to hear when one of them fails.
+/// All driver functions that the program calls, and whether it must get an error when a call of that function fails.
 const CALLED: [(&str, bool); 24] = [
     ("cuDeviceGetCount", true),
     ("cuDeviceGet", true),
@@ -55,8 +55,8 @@ const CALLED: [(&str, bool); 24] = [
     ("cuMemcpyHtoDAsync_v2", true),
     ("cuMemcpyDtoHAsync_v2", true),
     ("cuMemsetD8Async", true),
-    ("cuStreamIsCapturing", true),
-    // Also called by what can do without: by `Drop`, and by who waits on the host's behalf.
+    // Also called where nobody needs the error or there is another way: in `Drop`, and by the thread that watches events.
+    ("cuStreamIsCapturing", false),
     ("cuCtxPushCurrent_v2", false),
     ("cuCtxPopCurrent_v2", false),
     ("cuStreamCreateWithPriority", false),
@@ -70,7 +70,7 @@ const CALLED: [(&str, bool); 24] = [
     ("cuCtxSynchronize", false),
 ];
 
-/// Those that give something back: what a driver will not take back, nobody can.
+/// Functions that give something back. What the driver does not take back stays lost.
 const LAST: [&str; 5] = [
     "cuMemFree_v2",
     "cuMemFreeHost",
@@ -115,7 +115,7 @@ fn what_the_driver_will_not_take_back_is_lost_and_no_more() {
         let variables = variables.each_ref().map(|(name, value)| (*name, value.as_str()));
         child("faults::what_the_driver_will_not_take_back_is_lost_and_no_more", &variables, || {
             program().unwrap();
-            // One thing stays, and what holds it; the next program finds all it needs.
+            // One thing stays lost, with what belongs to it; the next program still gets all it needs.
             until("it settles", || report().host_allocations <= 1 && report().events <= 1);
             program().unwrap();
             until("it settles again, with one thing lost", || {
@@ -136,7 +136,7 @@ fn a_context_that_breaks_ends_every_wait_and_keeps_what_the_device_may_touch() {
     child(test, &[("ALLSTREAM_TEST_CUDA_DELAY_US", "20000")], || {
         let (device, stream) = device();
         let mut pointer = 0_u64;
-        // SAFETY: the functions' types in cuda.h; the context is the primary one, which `device` holds.
+        // SAFETY: cuda.h declares the functions with these types; the context is the primary one, which `device` holds.
         unsafe {
             let retain: unsafe extern "C" fn(*mut u64, i32) -> u32 =
                 std::mem::transmute(function("cuDevicePrimaryCtxRetain"));
@@ -148,8 +148,8 @@ fn a_context_that_breaks_ends_every_wait_and_keeps_what_the_device_may_touch() {
             assert_eq!((set(context), alloc(&raw mut pointer, 4000)), (0, 0));
         }
         let memory = ForeignMemory { pointer, len: 1000, dtype: DType::U32 };
-        // SAFETY: against the contract: the memory is freed below, while it is in use. The driver for tests makes an
-        // error of that, as a real one does of a kernel that goes astray; nothing else is touched.
+        // SAFETY: this breaks the contract on purpose: the memory is freed below, while it is in use. The test driver makes an error
+        // of that, as a real driver does of a kernel that goes astray; nothing else is accessed.
         let foreign = unsafe { DeviceBuf::<u32>::from_foreign(memory, &stream, ()) }.unwrap();
         for _ in 0..8 {
             drop(DeviceBuf::<u32>::zeroed(&stream, 16).unwrap());
@@ -157,7 +157,7 @@ fn a_context_that_breaks_ends_every_wait_and_keeps_what_the_device_may_touch() {
         let waits = IntoFuture::into_future(stream.record().unwrap());
         let pinned = PinnedBuf::<u32>::zeroed(&device, 1000).unwrap();
         let copy = foreign.to_host(pinned);
-        // SAFETY: the function's type in cuda.h.
+        // SAFETY: cuda.h declares the function with this type.
         unsafe {
             let free: unsafe extern "C" fn(u64) -> u32 = std::mem::transmute(function("cuMemFree_v2"));
             assert_eq!(free(pointer), 0);
@@ -169,25 +169,25 @@ fn a_context_that_breaks_ends_every_wait_and_keeps_what_the_device_may_touch() {
         assert!(buf.is_none() && text.contains("compute-sanitizer"), "{text}");
         assert!(soon(behind).is_err() && stream.synchronize().is_err() && device.memory().is_err());
         let Failed { buf, .. } = soon(DeviceBuf::from_host(&stream, numbers(10))).unwrap_err();
-        // Whether it was touched nobody knows; it is not an answer to wait for.
+        // The buffer may be gone: after such a failure nobody knows whether the device still touches it.
         drop(buf);
         drop((stream, device));
     });
 }
 
-/// The driver calls nobody of what is waited for once the context has failed. It is found out by asking, also where nothing had been waited
-/// for long enough that nobody was asking.
+/// Once the context has failed, the driver calls nobody when work ends. The thread that watches events finds out by asking; also when
+/// there was nothing to wait for before, for so long that the thread had stopped asking.
 #[test]
 fn a_context_that_breaks_ends_a_wait_that_began_in_silence() {
     child("faults::a_context_that_breaks_ends_a_wait_that_began_in_silence", &[], || {
         let (device, stream) = device();
         drop(up(&stream, numbers(10)));
-        // Longer than who sees work end goes on looking when there is none.
+        // Longer than the thread that watches events goes on asking when there are none.
         std::thread::sleep(Duration::from_millis(500));
         pass(true, 0);
         let pinned = PinnedBuf::from_slice(&device, &numbers(1000)).unwrap();
         let copy = DeviceBuf::from_host(&stream, pinned);
-        // SAFETY: the function's type, in the driver's `device.rs`.
+        // SAFETY: the test driver's `device.rs` declares the function with this type.
         let fail: extern "C" fn(i32, u32) -> u32 =
             unsafe { std::mem::transmute(function("allstream_test_cuda_break")) };
         assert_eq!(fail(0, 719), 0);

@@ -12,7 +12,7 @@ use crate::support::{bound, calls, child, down, fail, function, in_context, rank
 const LEN: usize = 3000;
 const TWO: &[(&str, &str)] = &[("ALLSTREAM_TEST_CUDA_DEVICES", "2")];
 
-/// Who allocates.
+/// How the memory is allocated.
 #[derive(Clone, Copy)]
 pub(crate) enum By {
     /// `cuMemAlloc`.
@@ -23,7 +23,7 @@ pub(crate) enum By {
     OtherContext,
 }
 
-/// Memory of another library's, which is freed with it.
+/// Memory of another library, which is freed when this is dropped.
 pub(crate) struct Theirs {
     pub(crate) at: u64,
     from: By,
@@ -33,7 +33,7 @@ pub(crate) struct Theirs {
 
 fn current(context: usize) -> usize {
     let mut before: *mut c_void = std::ptr::null_mut();
-    // SAFETY: both are functions of these types in cuda.h; the context lives, or is none.
+    // SAFETY: cuda.h declares both functions with these types; the context is alive, or 0 for none.
     unsafe {
         let get: unsafe extern "C" fn(*mut *mut c_void) -> u32 =
             std::mem::transmute(function("cuCtxGetCurrent"));
@@ -47,7 +47,7 @@ fn current(context: usize) -> usize {
 impl Theirs {
     pub(crate) fn new(from: By, stream: &DeviceStream, bytes: usize) -> Theirs {
         let (mut at, mut context): (u64, *mut c_void) = (0, std::ptr::null_mut());
-        // SAFETY: functions of these types in cuda.h; what they give is given back in `drop`.
+        // SAFETY: cuda.h declares the functions with these types; what they allocate is freed in `drop`.
         unsafe {
             match from {
                 By::Alloc => {
@@ -82,7 +82,7 @@ impl Theirs {
 
 impl Drop for Theirs {
     fn drop(&mut self) {
-        // SAFETY: as in `new`; the buffer is gone, and its stream is done with it.
+        // SAFETY: as in `new`; no buffer uses the memory any more, and all work on it has ended.
         unsafe {
             match self.from {
                 By::Alloc => {
@@ -107,7 +107,7 @@ impl Drop for Theirs {
     }
 }
 
-/// A buffer of these values in memory that is kept, from a byte of it on.
+/// A buffer of these values within `theirs`, which it keeps alive: it begins at this byte.
 pub(crate) fn within(
     theirs: &Arc<Theirs>,
     byte: usize,
@@ -121,10 +121,10 @@ pub(crate) fn within(
     soon(buf.copy_from_host(values)).unwrap().1
 }
 
-/// An allocation that is lent to other processes has so many bytes at least, as torch's have.
+/// The shortest allocation that can be lent to other processes, in bytes; torch's are no shorter.
 pub(crate) const LONG: usize = 2 << 20;
 
-/// These values, in memory of their own.
+/// A buffer of these values in an allocation of its own.
 pub(crate) fn theirs(from: By, stream: &DeviceStream, values: Vec<f32>) -> DeviceBuf<f32> {
     within(&Arc::new(Theirs::new(from, stream, LONG.max(values.len() * 4))), 0, stream, values)
 }
@@ -134,7 +134,7 @@ fn sums(n: usize) -> Vec<f32> {
     (0..LEN).map(|i| all.iter().map(|values| values[i]).sum()).collect()
 }
 
-/// No device of another rank touches what it may not: all collectives work on copies, and the reason is told.
+/// Memory that other ranks' devices cannot reach is copied: all collectives work on copies, and `device_copies` says why.
 fn is_copied(from: By, why: &str) {
     ranks(3, |mut comm| {
         let stream = bound(&mut comm, 2);
@@ -183,7 +183,7 @@ fn ranks_of_one_device_open_nothing() {
 #[test]
 fn memory_of_a_pool_that_cannot_be_opened_is_copied() {
     child("foreign::memory_of_a_pool_that_cannot_be_opened_is_copied", TWO, || {
-        // As often as it is asked for.
+        // Every call of it fails.
         (1..=2000).for_each(|nth| fail(Some("cuMemPoolSetAccess"), nth, 801));
         is_copied(By::Pool, "cuMemPoolSetAccess answered");
     });

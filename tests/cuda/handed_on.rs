@@ -1,4 +1,4 @@
-//! Buffers that are handed on before their collective is over: in order, and refused where it has failed.
+//! Buffers that are handed on before their collective has ended: later work comes after it, and is refused if it has failed.
 
 use std::time::Duration;
 
@@ -9,7 +9,7 @@ use crate::support::{bound, child, down, nothing_left, ranks, report, set_delays
 
 const SLOW: &[(&str, &str)] = &[("ALLSTREAM_TEST_CUDA_DELAY_US", "300")];
 
-/// For operators that have references: what is read stays as it is, and what follows on the stream sees the result.
+/// Calls that take references, for callers that do not own the buffers: the input stays as it is, and later work sees the result.
 #[test]
 fn references_are_reduced_in_the_order_of_their_streams() {
     child("handed_on::references_are_reduced_in_the_order_of_their_streams", SLOW, || {
@@ -25,7 +25,7 @@ fn references_are_reduced_in_the_order_of_their_streams() {
                     shared.all_reduce_ordered(&input, &mut sum).unwrap();
                     shared.on(&stream).all_reduce_ordered(&sum, &mut twice).unwrap();
                 }
-                // Dropped before anyone knows that it is over.
+                // Dropped before it is known whether the collective has ended.
                 drop(sum);
                 let once =
                     values(0, 3000).iter().zip(values(1, 3000)).map(|(a, b)| a + b).collect::<Vec<_>>();
@@ -41,7 +41,7 @@ fn references_are_reduced_in_the_order_of_their_streams() {
     });
 }
 
-/// Where no device runs it, the call waits.
+/// Where the communicator is not bound to devices, the call waits for the result.
 #[test]
 fn references_are_reduced_by_the_host_too() {
     child("handed_on::references_are_reduced_by_the_host_too", SLOW, || {
@@ -68,7 +68,7 @@ fn cause<T>(result: Result<T, Failed<impl Sized>>) -> Error {
     }
 }
 
-/// The stream goes on at the deadline; what it then holds is nobody's result, and is not taken for one.
+/// At the deadline the stream goes on. What the buffer then holds is no result, and no call takes it for one.
 #[test]
 fn what_a_failed_collective_leaves_is_refused_with_the_cause() {
     child("handed_on::what_a_failed_collective_leaves_is_refused_with_the_cause", SLOW, || {
@@ -89,14 +89,14 @@ fn what_a_failed_collective_leaves_is_refused_with_the_cause() {
             let sum = work.join(&stream).unwrap().in_order().unwrap();
             let input = up(&stream, values(0, 3000));
             let other = DeviceBuf::<f32>::zeroed(&stream, 2000).unwrap();
-            // Put behind it while nobody knows: the copy ends after the collective has failed.
+            // Copies that are put behind the collective before it fails: they end after it, and give its error.
             let [low, high] = sum.split_at(1000).unwrap();
             let Failed { buf, error } = soon(low.to_host(vec![0.0; 1000])).unwrap_err();
             assert!(late(&error), "{error}");
             let (low, host) = buf.unwrap();
             let copied = cause(soon(other.copy_from(high)));
             assert!(late(&copied), "{copied}");
-            // Known now: refused at once, by other communicators as well, and by what gives it away.
+            // The failure is known now: the buffer is refused at once, also by other communicators and by `dlpack::export`.
             let mut two = Comm::local(2).unwrap();
             let mut alone = Comm::local(1).unwrap().remove(0);
             let Failed { buf, error } = soon(alone.all_reduce(low)).unwrap_err();
@@ -105,11 +105,11 @@ fn what_a_failed_collective_leaves_is_refused_with_the_cause() {
             assert!(late(&error), "{error}");
             let sent = cause(soon(two[0].send(buf.unwrap(), 1)));
             assert!(late(&sent), "{sent}");
-            // References and the communicator say it, too.
+            // Calls by reference and `check` give the same error.
             let mut output = DeviceBuf::<f32>::zeroed(&stream, 3000).unwrap();
             assert!(late(&comm.all_reduce_ordered(&input, &mut output).unwrap_err()));
             assert!(late(&comm.check().unwrap_err()));
-            // What is written anew is good, and what was only read always was.
+            // New contents are good, and so is the input, which was only read.
             let good = up(&stream, host);
             let (_, good) = soon(good.copy_from_host(vec![7.0; 1000])).unwrap();
             assert_eq!(down(soon(alone.all_reduce(good)).unwrap()), [7.0; 1000]);
@@ -120,14 +120,14 @@ fn what_a_failed_collective_leaves_is_refused_with_the_cause() {
     });
 }
 
-/// A copy into a buffer that means nothing makes it good again.
+/// A buffer that holds no result is good again once new contents are copied into it.
 #[test]
 fn a_buffer_is_good_again_once_it_is_overwritten() {
     child("handed_on::a_buffer_is_good_again_once_it_is_overwritten", SLOW, || {
         let both = std::sync::Barrier::new(2);
         ranks(2, |mut comm| {
             let stream = bound(&mut comm, 1);
-            // An abort may overtake what rank 0 still hears of binding.
+            // Without this wait, the abort could reach rank 0 before its bind has ended.
             both.wait();
             if comm.rank() == 1 {
                 return comm.abort("a test");

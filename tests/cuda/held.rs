@@ -1,5 +1,5 @@
-//! Hazards that are too short for chance: a stream is held up by a copy that does not come, or a rank at a point, and the
-//! others go on meanwhile.
+//! Hazards that are too short to be met by chance: a copy that does not pass holds up a stream, or a rank is stopped at a point in
+//! the code, and the others go on meanwhile.
 
 use std::future::Future;
 use std::sync::Barrier;
@@ -17,11 +17,11 @@ use crate::support::{
 
 type Buf = DeviceBuf<f32>;
 
-/// What should not end while something is held is given so long to do so.
+/// How long a test waits to see that something does not end too early.
 const LONG: Duration = Duration::from_millis(200);
 const ALL: u64 = u64::MAX;
 
-/// Looks at an operation until the time is over: whoever would drive it otherwise may be the one that is held.
+/// Polls an operation until it ends or the time is over: the thread that would drive it otherwise may be the one that is stopped.
 fn within(limit: Duration, work: &mut Work<Buf>) -> Option<Result<Buf, Failed<Buf>>> {
     let (mut task, end) = (Context::from_waker(Waker::noop()), Instant::now() + limit);
     loop {
@@ -52,8 +52,8 @@ fn hold_up(stream: &DeviceStream) {
     drop(DeviceBuf::zeroed(stream, 16).unwrap().copy_from_host(host));
 }
 
-/// `After`: the buffer's stream has not come to the call. A rank of which no other rank reads waits for its own stream alone, so the
-/// second case is the one in which nothing else makes up for a wait that is missing.
+/// `After`: the buffer's stream has not come to the call. Rank 1, from which no other rank reads, waits for its own stream alone; so where
+/// only that stream is held up, nothing else hides a missing wait.
 fn nothing_ends_before_its_input_is_there() {
     for is_root_held in [true, false] {
         let [called, looked] = [(); 2].map(|()| Barrier::new(2));
@@ -64,7 +64,7 @@ fn nothing_ends_before_its_input_is_there() {
             if comm.rank() == 1 || is_root_held {
                 hold_up(&stream);
             }
-            // Copies may be held by now, and a root that is not held needs none.
+            // Copies may be held up from here on; a root that is not held up makes none.
             called.wait();
             let mut work = comm.broadcast(buf, 0);
             let is_early = within(LONG, &mut work).is_some();
@@ -78,7 +78,7 @@ fn nothing_ends_before_its_input_is_there() {
     }
 }
 
-/// `Gate`: a reader that has seen a frame, and not yet put its work on its stream.
+/// `MemoryLock`: a reader has seen a frame, and has not yet put its work on its stream.
 fn no_buffer_comes_back_while_a_reader_is_at_it() {
     let called = Barrier::new(2);
     ranks(2, |mut comm| {
@@ -99,7 +99,7 @@ fn no_buffer_comes_back_while_a_reader_is_at_it() {
     });
 }
 
-/// `Revoked`: a reader that looks for frames after their sender has its buffer back.
+/// `Revoked`: a reader looks for frames after their sender has got its buffer back.
 fn nobody_reads_what_was_taken_back() {
     let called = Barrier::new(2);
     ranks(2, |mut comm| {
@@ -125,7 +125,7 @@ fn nobody_reads_what_was_taken_back() {
     });
 }
 
-/// `GiveUpOurs`: a rank's operation fails before it hears that a peer reads its hand, and that peer's stream comes to it late.
+/// `GiveUpOurs`: a rank's operation fails before the rank hears that a peer reads its workspace, and the peer's stream reads it late.
 fn a_hand_stays_while_a_peer_is_yet_to_read_it() {
     const N: usize = 4;
     let (ready, [posted, aborted]) = (Barrier::new(N), [(); 2].map(|()| Barrier::new(2)));
@@ -163,7 +163,7 @@ fn a_hand_stays_while_a_peer_is_yet_to_read_it() {
                 });
                 stop_at(Some((Point::Drive, 2)));
                 std::thread::scope(|scope| {
-                    // Whoever drives it stays there: this thread, or the process's.
+                    // The thread that drives the operation stays at that point: this one, or the progress thread.
                     let ends = scope.spawn(|| end(work));
                     until("it is stopped", is_stopped);
                     posted.wait();
@@ -172,7 +172,7 @@ fn a_hand_stays_while_a_peer_is_yet_to_read_it() {
                     stop_at(None);
                     drop(ends.join().unwrap());
                 });
-                // Nothing of this rank's own is to be waited for any more. All that is free of the pool's block is taken.
+                // Nothing of this rank is on a stream any more. The buffers below take all that is free in the pool's block.
                 std::thread::sleep(LONG);
                 let other = DeviceStream::new(&stream.device()).unwrap();
                 let large: Vec<_> = (0..60).map(|_| Buf::zeroed(&other, 1 << 18).unwrap()).collect();
@@ -186,8 +186,8 @@ fn a_hand_stays_while_a_peer_is_yet_to_read_it() {
     });
 }
 
-/// Every stream has a hardware queue of its own here: what is held up is held up by order alone. Where a stream shares a queue
-/// with one that is held up, no driver lets it go on, and these tests wait for such streams.
+/// Runs all tests of this file. Every stream has a hardware queue of its own, so that only the order of work holds it up: a stream that
+/// shares a queue with one that is held up cannot go on, and these tests would wait for it.
 pub(crate) fn all() {
     set_delays(0, 1);
     set_queues(32);

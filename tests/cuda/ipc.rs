@@ -1,4 +1,4 @@
-//! Communicators bound to devices, with ranks in several processes: what they do is what they do in one.
+//! Communicators bound to devices, with ranks in several processes: they behave as those within one process do.
 
 use std::net::TcpListener;
 use std::os::fd::{AsRawFd, FromRawFd};
@@ -22,7 +22,7 @@ const SIZE: &str = "ALLSTREAM_TEST_CUDA_SIZE";
 const ADDRESS: &str = "ALLSTREAM_TEST_CUDA_ADDRESS";
 const LISTENER: &str = "ALLSTREAM_TEST_CUDA_LISTENER";
 
-/// Processes that go with the test.
+/// Child processes, which are killed when this is dropped.
 pub(crate) struct Processes(Vec<Child>);
 
 impl Drop for Processes {
@@ -35,7 +35,7 @@ impl Drop for Processes {
 }
 
 impl Processes {
-    /// How a process ends, soon.
+    /// Waits until a process has ended, and returns how.
     pub(crate) fn end(&mut self, index: usize, what: &str) -> ExitStatus {
         let end = Instant::now() + 3 * DEADLINE;
         loop {
@@ -51,7 +51,7 @@ impl Processes {
         self.first_end_well(self.0.len(), test);
     }
 
-    /// All but the last end well.
+    /// Checks that all processes but the last end well.
     pub(crate) fn survive(&mut self, test: &str) {
         self.first_end_well(self.0.len() - 1, test);
     }
@@ -64,8 +64,8 @@ impl Processes {
     }
 }
 
-/// Starts the test of this name again, a process for each of these groups of ranks; in those processes, runs `body` for
-/// each rank, and nothing is returned.
+/// Starts the test of this name again, with a process for each of these groups of ranks. In those processes it runs `body` for
+/// each rank, and returns `None`.
 pub(crate) fn processes(
     test: &str,
     groups: &[&[usize]],
@@ -104,7 +104,7 @@ fn ranks(body: impl Fn(Comm) + Sync) {
     let connect = |rank: usize| {
         let mut rendezvous = Rendezvous::tcp(&variable(ADDRESS), rank, size).unwrap().token("of this test");
         if rank == 0 {
-            // SAFETY: inherited from the test for this, and taken once: one rank is rank 0.
+            // SAFETY: the test left this descriptor open for its child processes; only rank 0 takes it, so a process takes it once.
             let listener = unsafe { TcpListener::from_raw_fd(variable(LISTENER).parse().unwrap()) };
             rendezvous = rendezvous.listener(listener);
         }
@@ -157,7 +157,7 @@ fn processes_get_what_hosts_get() {
     }
 }
 
-/// Links of both kinds in one communicator, and what two ranks of a process have open is open once.
+/// Links within a process and between processes in one communicator. Memory that two ranks of a process use is opened once.
 #[test]
 fn ranks_of_one_process_and_of_another() {
     let test = "ipc::ranks_of_one_process_and_of_another";
@@ -185,13 +185,13 @@ fn failed(result: Result<DeviceBuf<f32>, Failed<DeviceBuf<f32>>>) -> Option<Erro
     }
 }
 
-/// Everything that the process has goes on.
+/// Checks that the process can go on with its device and its stream.
 pub(crate) fn usable(device: &Device, stream: &DeviceStream) {
     assert_eq!(down(up(stream, vec![7u32; 5000])), [7; 5000]);
     device.trim().unwrap();
 }
 
-/// Its work on the device dies with it, and what streams of others wait for never comes.
+/// A killed process takes its work on the device with it, so what the streams of others wait for never comes.
 #[test]
 fn a_process_that_is_killed_is_an_error_and_nothing_hangs() {
     let test = "ipc::a_process_that_is_killed_is_an_error_and_nothing_hangs";
@@ -202,7 +202,7 @@ fn a_process_that_is_killed_is_an_error_and_nothing_hangs() {
         let mut works = works.into_iter();
         assert!(failed(soon(works.next().unwrap())).is_none());
         if rank == 2 {
-            // SAFETY: of this thread, so that it does not go on; the whole process ends or stops.
+            // SAFETY: `raise` may be called at any time. This thread gets the signal, so it does not go on; the whole process ends.
             unsafe { libc::raise(libc::SIGKILL) };
         }
         let errors: Vec<_> = works.filter_map(|work| failed(soon(work))).collect();
@@ -247,7 +247,7 @@ fn a_chain_of_collectives_is_in_order_between_processes() {
     }
 }
 
-/// A stream that waits for a collective with a process that dies goes on, and who asks is told.
+/// A stream that waits for a collective with a process that dies goes on, and whoever awaits the collective gets the error.
 #[test]
 fn a_stream_that_waits_for_a_killed_process_is_released() {
     let test = "ipc::a_stream_that_waits_for_a_killed_process_is_released";
@@ -258,7 +258,7 @@ fn a_stream_that_waits_for_a_killed_process_is_released() {
         if rank == 2 {
             // One more is on the others' streams, perhaps in part.
             let _work = comm.all_reduce(up(&stream, values(rank, 3000)));
-            // SAFETY: of this thread, so that it does not go on; the whole process ends.
+            // SAFETY: `raise` may be called at any time. This thread gets the signal, so it does not go on; the whole process ends.
             unsafe { libc::raise(libc::SIGKILL) };
         }
         let waiting: Vec<_> = (0..3)
@@ -284,7 +284,7 @@ fn a_stream_that_waits_for_a_killed_process_is_released() {
     assert_eq!(processes.end(2, test).signal(), Some(libc::SIGKILL));
 }
 
-/// A process that stands still may come back: what it was lent is kept from everybody.
+/// A stopped process may go on later, so nobody gets the memory that was lent to it.
 #[test]
 fn a_process_that_is_stopped_is_an_error_and_nothing_hangs() {
     let test = "ipc::a_process_that_is_stopped_is_an_error_and_nothing_hangs";
@@ -293,13 +293,13 @@ fn a_process_that_is_stopped_is_an_error_and_nothing_hangs() {
         let rank = comm.rank();
         assert!(failed(soon(comm.all_reduce(up(&stream, values(rank, 3000))))).is_none());
         if rank == 2 {
-            // SAFETY: of this thread, so that it does not go on; the whole process ends or stops.
+            // SAFETY: `raise` may be called at any time. This thread gets the signal, so it does not go on; the whole process stops.
             unsafe { libc::raise(libc::SIGSTOP) };
             return;
         }
         let work = comm.timeout(Duration::from_millis(300)).all_reduce(up(&stream, values(rank, 3000)));
         let ended = if rank == 0 {
-            // Also where the caller has it, in the order of a stream.
+            // The same for an operation that was joined with a stream.
             work.join(&stream).and_then(soon)
         } else {
             soon(work)
@@ -328,8 +328,8 @@ fn a_driver_that_takes_long_to_open_memory_holds_up_no_other_communicator() {
         let (device, stream) = bound(&mut comm);
         let late = DeviceStream::new(&device).unwrap();
         let rank = comm.rank();
-        // Both have all that they need before a copy stays where it is: kernels, and buffers, of which the second is in a block of
-        // its own, which the other process has not seen.
+        // Both ranks have all that they need before a copy is held up: kernels, and buffers. `grads` is in a block of its own, which the
+        // other process has not opened yet.
         let first = soon(comm.all_reduce(up(&stream, values(rank, 100)))).unwrap();
         let filler = DeviceBuf::<u8>::zeroed(&stream, 60 << 20).unwrap();
         let grads = up(&stream, values(rank, MANY));
@@ -365,7 +365,7 @@ fn an_abort_reaches_all_processes_and_buffers_come_back() {
         let rank = comm.rank();
         let first = comm.all_reduce(up(&stream, values(rank, 3000)));
         if rank == 1 {
-            // The others wait for this one.
+            // The others' second operation waits for this rank, which aborts.
             assert!(failed(soon(first)).is_none_or(|error| matches!(error, Error::Aborted { .. })));
             comm.abort("a test");
         } else {
@@ -418,7 +418,7 @@ fn what_cannot_be_shared_is_staged_and_all_ranks_hear_why() {
     }
 }
 
-/// Where each process sees its own device only, which it calls 0, their memory is shared all the same.
+/// Each process sees only its own device, and calls it 0. Their memory is shared all the same.
 #[test]
 fn devices_that_a_process_does_not_see_are_reached() {
     let test = "ipc::devices_that_a_process_does_not_see_are_reached";
@@ -438,7 +438,7 @@ fn devices_that_a_process_does_not_see_are_reached() {
     }
 }
 
-/// Whether they can be is told by what opening their memory comes to.
+/// Whether such devices can reach each other is found out when their memory is opened.
 #[test]
 fn devices_that_a_process_does_not_see_and_cannot_reach_are_staged() {
     let test = "ipc::devices_that_a_process_does_not_see_and_cannot_reach_are_staged";

@@ -1,4 +1,4 @@
-//! Ranks in several processes that fold large all_reduces at once: each writes its part of the result to the memory of all.
+//! Large all_reduces between processes that are folded at once: each rank writes its part of the result to the memory of all ranks.
 
 use std::time::Duration;
 
@@ -17,7 +17,7 @@ type Buf = DeviceBuf<f32>;
 
 const LEN: usize = 3000;
 const ALL: u64 = u64::MAX;
-/// Every stream has a hardware queue of its own: what is held up is held up by order alone.
+/// Every stream has a hardware queue of its own, so that only the order of work holds a stream up.
 const QUEUES: &[(&str, &str)] = &[("ALLSTREAM_TEST_CUDA_QUEUES", "32"), ("ALLSTREAM_TEST_CUDA_DEVICES", "2")];
 
 fn all_is_given_back() {
@@ -25,7 +25,7 @@ fn all_is_given_back() {
     assert_eq!(report().freed_in_use, 0);
 }
 
-/// Binds, and does one that all ranks fold.
+/// Binds the communicator, and runs one all_reduce that all ranks fold at once.
 fn ready(comm: &mut Comm) -> DeviceStream {
     fold_between_processes_from(0);
     let (_device, stream) = bound(comm);
@@ -46,7 +46,7 @@ fn hold_up(stream: &DeviceStream) {
     drop(DeviceBuf::zeroed(stream, 16).unwrap().copy_from_host(host));
 }
 
-/// Three ranks, each in a process of its own, which end well. `dies`: but for the last, which is killed.
+/// Runs three ranks, each in a process of its own. All of them end well, except that the last one is killed if `dies`.
 fn of_three(test: &str, dies: bool, body: fn(Comm)) {
     match processes(test, &[&[0], &[1], &[2]], QUEUES, body) {
         None => all_is_given_back(),
@@ -55,7 +55,7 @@ fn of_three(test: &str, dies: bool, body: fn(Comm)) {
     }
 }
 
-/// Kernels that a rank launches in an all_reduce of so many floats, and bytes that those read and write.
+/// How many kernels a rank launches in an all_reduce of `len` floats, and how many bytes these read and write.
 fn cost(comm: &mut Comm, stream: &DeviceStream, len: usize) -> (u64, u64) {
     let buf = up(stream, values(comm.rank(), len));
     soon(comm.barrier()).unwrap();
@@ -67,8 +67,8 @@ fn cost(comm: &mut Comm, stream: &DeviceStream, len: usize) -> (u64, u64) {
     (after.0 - before.0, after.1 - before.1)
 }
 
-/// By steps a rank reads its part of all buffers, writes the sum, and copies the other ranks' sums: 3 - 1/n times the buffer. At once it reads its
-/// part of all buffers and writes the sum to all: twice the buffer.
+/// By steps, a rank reads its part of all n buffers, writes the sum, and copies the other ranks' sums: 3 - 1/n times the buffer. At once, it reads
+/// its part of all buffers and writes the sum to all of them: twice the buffer.
 #[test]
 fn a_large_one_takes_one_kernel_and_two_passes_over_memory() {
     const LIMIT: usize = 96 << 10;
@@ -108,7 +108,7 @@ fn processes_that_fold_at_once_get_what_hosts_get() {
     }
 }
 
-/// Memory of another library's is written where it lies, or as a copy of it is.
+/// Memory of other libraries is written where it lies, or is copied where it cannot be lent.
 #[test]
 fn memory_of_other_libraries_is_folded_at_once() {
     let test = "ipc_folds::memory_of_other_libraries_is_folded_at_once";
@@ -126,7 +126,7 @@ fn memory_of_other_libraries_is_folded_at_once() {
     }
 }
 
-/// What one leaves is the next one's input, in the order of streams.
+/// The result of each fold is the next one's input, in the order of streams.
 #[test]
 fn a_chain_of_folds_is_in_order_between_processes() {
     let test = "ipc_folds::a_chain_of_folds_is_in_order_between_processes";
@@ -151,7 +151,7 @@ fn a_chain_of_folds_is_in_order_between_processes() {
     }
 }
 
-/// The time limit counts from when a rank's own input is there, and names the rank whose input is not. Nothing is written before all inputs are there.
+/// The time limit begins when a rank's own input is there. The timeout names the rank whose input is not. Nothing is written before all are there.
 #[test]
 fn law_4_a_rank_whose_input_is_late_is_named() {
     const LIMIT: Duration = Duration::from_millis(400);
@@ -169,7 +169,7 @@ fn law_4_a_rank_whose_input_is_late_is_named() {
         soon(other.barrier()).unwrap();
         pass(true, ALL);
         assert!(down(soon(work).unwrap()) == sums());
-        // One is.
+        // Only rank 1's input is late.
         let (buf, before) = (up(&stream, values(rank, LEN)), calls("cuLaunchKernel"));
         if rank == 1 {
             hold_up(&stream);
@@ -189,7 +189,7 @@ fn law_4_a_rank_whose_input_is_late_is_named() {
     });
 }
 
-/// The others' ends of an operation whose kernel is on the stream of rank 2, behind what holds that up.
+/// A rank's side of an operation, while the kernel of rank 2 is on its stream behind work that is held up.
 struct Held {
     comm: Comm,
     other: Comm,
@@ -198,7 +198,7 @@ struct Held {
     at: u64,
 }
 
-/// Until then, on all ranks: the kernel of rank 2 is on its stream, and will write to the buffers of the others.
+/// Brings all ranks to where the kernel of rank 2 is on its stream, and will write to the buffers of the others.
 fn held_on_rank_2(mut comm: Comm) -> Held {
     let mut other = soon(comm.dup()).unwrap();
     let stream = ready(&mut comm);
@@ -217,7 +217,7 @@ fn held_on_rank_2(mut comm: Comm) -> Held {
     Held { comm, other, stream, work, at }
 }
 
-/// New buffers, which have nothing in common with the one at this address.
+/// Makes new buffers, and checks that none of them overlaps the one at this address.
 fn none_is_at(at: u64, make: impl Fn() -> Buf) -> Vec<Buf> {
     let news: Vec<Buf> = (0..200).map(|_| make()).collect();
     let bytes = 4 * LEN as u64;
@@ -225,14 +225,14 @@ fn none_is_at(at: u64, make: impl Fn() -> Buf) -> Vec<Buf> {
     news
 }
 
-/// An operation that rank 0 has aborted, while rank 2's kernel was yet to write to its buffer.
+/// Checks an operation that rank 0 has aborted before rank 2's kernel wrote to its buffer: the buffer does not come back.
 fn is_kept_apart(comm: &Comm, Failed { buf, error }: Failed<Buf>) {
     assert!(matches!(error, Error::Aborted { by: 0, .. }), "{error}");
     assert!(buf.is_none(), "the kernel of rank 2 may still write there");
     assert_eq!(comm.stats().quarantined, 1);
 }
 
-/// Lets rank 2's kernel go on, and sees that it writes to no buffer that was made meanwhile. `is_past` waits until the streams of all are past it.
+/// Lets rank 2's kernel go on, and checks that it writes to no buffer made meanwhile. `is_past` waits until all streams are past the kernel.
 fn nobody_has_what_is_written_late(
     (rank, other): (usize, &mut Comm),
     stream: &DeviceStream,
@@ -266,7 +266,7 @@ fn law_3_an_abort_leaves_a_buffer_that_a_peer_writes_to_in_quarantine() {
     });
 }
 
-/// The same of an operation that a stream waits for, whose buffers are with whoever joined it.
+/// The same for an operation that a stream waits for: its buffer belongs to whoever has joined it.
 #[test]
 fn law_3_an_abort_leaves_a_joined_buffer_that_a_peer_writes_to_in_quarantine() {
     let test = "ipc_folds::law_3_an_abort_leaves_a_joined_buffer_that_a_peer_writes_to_in_quarantine";
@@ -285,7 +285,7 @@ fn law_3_an_abort_leaves_a_joined_buffer_that_a_peer_writes_to_in_quarantine() {
     });
 }
 
-/// And of one that nobody wants any more: its buffer was dropped while the operation was under way.
+/// The same for a joined operation whose buffer was dropped while the operation was under way.
 #[test]
 fn law_3_a_joined_buffer_that_was_dropped_is_given_to_nobody_while_a_peer_may_write_to_it() {
     let test =
@@ -315,7 +315,7 @@ fn law_3_a_buffer_comes_back_when_the_process_that_was_to_write_to_it_is_killed(
     of_three(test, true, |comm| {
         let Held { comm, stream, work, .. } = held_on_rank_2(comm);
         if comm.rank() == 2 {
-            // SAFETY: of this thread, so that it does not go on; the whole process ends.
+            // SAFETY: `raise` may be called at any time. This thread gets the signal, so it does not go on; the whole process ends.
             unsafe { libc::raise(libc::SIGKILL) };
         }
         let Failed { buf, error } = soon(work).unwrap_err();
@@ -326,7 +326,7 @@ fn law_3_a_buffer_comes_back_when_the_process_that_was_to_write_to_it_is_killed(
     });
 }
 
-/// The same while the survivors' own streams are held up: their buffers come back to the pool when those have gone on.
+/// The same while the survivors' own streams are held up: their buffers come back to the pool when these streams have gone on.
 #[test]
 fn law_3_a_process_is_killed_while_the_streams_of_its_peers_are_held_up() {
     let test = "ipc_folds::law_3_a_process_is_killed_while_the_streams_of_its_peers_are_held_up";
@@ -342,7 +342,7 @@ fn law_3_a_process_is_killed_while_the_streams_of_its_peers_are_held_up() {
         let work = comm.all_reduce(buf);
         soon(other.barrier()).unwrap();
         if rank == 2 {
-            // SAFETY: of this thread, so that it does not go on; the whole process ends.
+            // SAFETY: `raise` may be called at any time. This thread gets the signal, so it does not go on; the whole process ends.
             unsafe { libc::raise(libc::SIGKILL) };
         }
         let Failed { buf, error } = soon(work).unwrap_err();

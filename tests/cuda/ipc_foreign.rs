@@ -18,13 +18,13 @@ fn sums(n: usize, step: usize, len: usize) -> Vec<f32> {
     (0..len).map(|i| all.iter().map(|values| values[i]).sum()).collect()
 }
 
-/// A process whose ranks have ended has nothing of the driver's, and no memory was freed while a device used it.
+/// A process whose ranks have ended holds nothing of the driver, and no memory was freed while a device used it.
 fn nothing_left_in_order() {
     nothing_left("all ranks of the process have ended");
     assert_eq!(report().freed_in_use, 0);
 }
 
-/// What goes between the host and devices, the barriers around it not counted.
+/// Runs an all_reduce, and checks that it copies nothing between host and device. (The barriers around it are not counted.)
 fn is_on_devices(comm: &mut Comm, buf: DeviceBuf<f32>) -> DeviceBuf<f32> {
     let copies = || calls("cuMemcpyDtoHAsync_v2") + calls("cuMemcpyHtoDAsync_v2");
     soon(comm.barrier()).unwrap();
@@ -37,8 +37,8 @@ fn is_on_devices(comm: &mut Comm, buf: DeviceBuf<f32>) -> DeviceBuf<f32> {
     buf
 }
 
-/// torch's allocator gets large pieces by `cudaMalloc` and cuts them: several buffers lie in one allocation, which is named, and opened by
-/// each process, once.
+/// torch's allocator gets large pieces by `cudaMalloc` and cuts them up, so several buffers lie in one allocation. Its handle is asked for once,
+/// and each other process opens it once.
 #[test]
 fn what_cuda_malloc_gave_is_read_where_it_lies() {
     let test = "ipc_foreign::what_cuda_malloc_gave_is_read_where_it_lies";
@@ -49,7 +49,7 @@ fn what_cuda_malloc_gave_is_read_where_it_lies() {
         let allocation = Arc::new(Theirs::new(By::Alloc, &stream, LONG));
         let mut named = (0, 0);
         for step in 0..4 {
-            // Not where wide loads would want it.
+            // Except in step 0, the buffer is not aligned for wide loads.
             let buf = within(&allocation, 4 * step + 65_536 * step, &stream, values(rank + step, LEN));
             let buf =
                 if step == 3 { is_on_devices(&mut comm, buf) } else { soon(comm.all_reduce(buf)).unwrap() };
@@ -71,8 +71,8 @@ fn what_cuda_malloc_gave_is_read_where_it_lies() {
     }
 }
 
-/// Memory that was freed, and whose address the driver gives again: other allocations lie there, also shorter ones, and each result is that
-/// of the memory that is there now. What was freed is closed.
+/// The driver gives the address of freed memory again, also to shorter allocations. Each result must be that of the memory which is there
+/// now, and what was freed is closed.
 #[test]
 fn an_allocation_that_takes_the_place_of_another_is_not_taken_for_it() {
     let test = "ipc_foreign::an_allocation_that_takes_the_place_of_another_is_not_taken_for_it";
@@ -108,7 +108,7 @@ fn an_allocation_that_takes_the_place_of_another_is_not_taken_for_it() {
     }
 }
 
-/// Which memory a rank has is its own matter: one has memory of the driver's pool, one what `cudaMalloc` gave, one allstream's.
+/// Each rank may have another kind of memory: one has memory of the driver's pool, one has memory from `cudaMalloc`, one allstream's.
 #[test]
 fn memory_of_a_pool_is_copied_on_its_device_and_the_reason_is_told() {
     let test = "ipc_foreign::memory_of_a_pool_is_copied_on_its_device_and_the_reason_is_told";
@@ -149,7 +149,7 @@ fn memory_of_a_pool_is_copied_on_its_device_and_the_reason_is_told() {
     }
 }
 
-/// What the driver refuses for one allocation stands in the way of no other.
+/// If the driver gives no handle for one allocation, that one is copied, and later ones are not.
 #[test]
 fn memory_that_the_driver_gives_no_handle_for_is_copied() {
     let test = "ipc_foreign::memory_that_the_driver_gives_no_handle_for_is_copied";
@@ -173,7 +173,7 @@ fn memory_that_the_driver_gives_no_handle_for_is_copied() {
     }
 }
 
-/// Short allocations lie together in blocks of the driver's, of which a handle would give all.
+/// Short allocations share a block of the driver, and a handle would open all of that block.
 #[test]
 fn a_short_allocation_is_copied() {
     let test = "ipc_foreign::a_short_allocation_is_copied";
@@ -195,7 +195,7 @@ fn a_short_allocation_is_copied() {
     }
 }
 
-/// A rank without memory for its copy is an error on all ranks, before the deadline, and all buffers come back.
+/// If a rank has no memory for its copy, all ranks get an error before the deadline, and all buffers come back.
 #[test]
 fn a_copy_for_which_there_is_no_memory_is_an_error_on_all_ranks() {
     let test = "ipc_foreign::a_copy_for_which_there_is_no_memory_is_an_error_on_all_ranks";
@@ -220,7 +220,7 @@ fn a_copy_for_which_there_is_no_memory_is_an_error_on_all_ranks() {
     }
 }
 
-/// A rank's memory and its copy, when another process aborts or dies: what is given back holds what it held.
+/// When another process dies, a buffer that was copied comes back with the contents that it had.
 #[test]
 fn buffers_that_were_copied_come_back_from_a_failure_as_they_were() {
     let test = "ipc_foreign::buffers_that_were_copied_come_back_from_a_failure_as_they_were";
@@ -233,7 +233,7 @@ fn buffers_that_were_copied_come_back_from_a_failure_as_they_were() {
         };
         assert!(down(soon(comm.all_reduce(make(&stream))).unwrap()) == sums(3, 0, LEN));
         if rank == 2 {
-            // SAFETY: of this thread, so that it does not go on; the whole process ends.
+            // SAFETY: `raise` may be called at any time. This thread gets the signal, so it does not go on; the whole process ends.
             unsafe { libc::raise(libc::SIGKILL) };
         }
         let Failed { buf, error } = soon(comm.all_reduce(make(&stream))).unwrap_err();
@@ -251,7 +251,7 @@ fn buffers_that_were_copied_come_back_from_a_failure_as_they_were() {
     assert!(!processes.end(2, test).success());
 }
 
-/// A chain of collectives in the order of streams, which no host waits for: each finds what the one before has left, in the copies, too.
+/// A chain of collectives in the order of streams, without a wait on the host: each sees the result of the one before, also in copies.
 #[test]
 fn a_chain_of_collectives_on_copies_is_in_order() {
     let test = "ipc_foreign::a_chain_of_collectives_on_copies_is_in_order";
@@ -267,7 +267,7 @@ fn a_chain_of_collectives_on_copies_is_in_order() {
             let work = comm.on(&stream).broadcast(grads, 1);
             grads = work.join(&stream).unwrap().in_order().unwrap();
         }
-        // Halved and added to another one of itself, each time.
+        // The first sum is the mean. Each later one halves and adds two equal buffers, so the mean stays.
         let mean: Vec<f32> = sums(2, 0, LEN).iter().map(|sum| sum / 2.0).collect();
         assert!(down(grads) == mean);
         soon(comm.close()).unwrap();

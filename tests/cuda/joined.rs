@@ -11,7 +11,7 @@ use crate::support::{
 
 const SLOW: &[(&str, &str)] = &[("ALLSTREAM_TEST_CUDA_DELAY_US", "300")];
 
-/// A rank of a group on one device: its stream for computing.
+/// Binds a rank to device 0, and returns a stream for its computations.
 fn bound(comm: &mut Comm) -> DeviceStream {
     let device = Device::new(0).unwrap();
     assert_eq!(soon(comm.bind_device(&device)).unwrap(), DevicePath::Peer);
@@ -43,7 +43,7 @@ fn a_chain_of_collectives_is_in_order_without_the_host() {
     });
 }
 
-/// The ranks' parts are on the streams that are joined: nothing waits for itself, and the order is the same.
+/// The ranks are bound to the streams that they join: no stream waits for itself, and the order is the same.
 #[test]
 fn a_chain_on_the_very_stream_that_the_ranks_are_bound_to() {
     child("joined::a_chain_on_the_very_stream_that_the_ranks_are_bound_to", SLOW, || {
@@ -56,7 +56,7 @@ fn a_chain_on_the_very_stream_that_the_ranks_are_bound_to() {
                 grads = ordered.in_order().unwrap();
             }
             assert_eq!(down(grads), vec![(1 << 20) as f32; 3000]);
-            // One that fails while its caller waits in `join`.
+            // An operation that fails while its caller waits in `join`.
             if comm.rank() == 0 {
                 let buf = up(&stream, vec![1.0f32; 10]);
                 let joined = comm.timeout(Duration::from_millis(100)).all_reduce(buf).join(&stream);
@@ -81,7 +81,7 @@ fn a_stream_waits_for_a_collective_whose_peers_have_not_called() {
             let compute = bound(&mut comm);
             let mut grads = up(&compute, vec![comm.rank() as f32 + 1.0; 500]);
             if comm.rank() == 1 {
-                // Only when the other's stream waits.
+                // Rank 1 calls only when rank 0's stream waits.
                 hear.lock().unwrap().recv_timeout(Duration::from_secs(10)).unwrap();
             }
             for _ in 0..3 {
@@ -102,7 +102,7 @@ fn a_stream_waits_for_a_collective_whose_peers_have_not_called() {
     });
 }
 
-/// The driver does not let another stream wait: the host does, and nothing is lost.
+/// The driver refuses to make another stream wait: the host waits instead, and nothing is lost.
 #[test]
 fn a_stream_that_cannot_wait_is_waited_for_by_the_host() {
     child("joined::a_stream_that_cannot_wait_is_waited_for_by_the_host", SLOW, || {
@@ -127,7 +127,7 @@ fn a_stream_that_cannot_wait_is_waited_for_by_the_host() {
     });
 }
 
-/// Law 4: a stream that waits goes on by the deadline, and the error is found.
+/// Law 4: a stream that waits goes on at the deadline, and whoever awaits the operation gets the error.
 #[test]
 fn law_4_a_stream_is_released_by_the_deadline() {
     child("joined::law_4_a_stream_is_released_by_the_deadline", SLOW, || {
@@ -136,7 +136,7 @@ fn law_4_a_stream_is_released_by_the_deadline() {
         let mut first = comms.pop().unwrap();
         let other = std::thread::spawn(move || (bound(&mut second), second));
         let compute = bound(&mut first);
-        // (As long as the other rank has no stream, one that it makes might be held up.)
+        // (The other rank has its streams by now: one that it made later might be held up.)
         let (theirs, second) = other.join().unwrap();
         let deadline = Duration::from_millis(150);
         let buf = up(&compute, values(0, 100));
@@ -153,7 +153,7 @@ fn law_4_a_stream_is_released_by_the_deadline() {
     });
 }
 
-/// Law 4: the peer has called, and its device never comes to it.
+/// Law 4: the peer has called, and its device never gets to the operation.
 #[test]
 fn law_4_a_device_that_does_not_come_to_it_is_named() {
     child("joined::law_4_a_device_that_does_not_come_to_it_is_named", SLOW, || {
@@ -183,8 +183,8 @@ fn law_4_a_device_that_does_not_come_to_it_is_named() {
     });
 }
 
-/// The driver would block the task that copies to memory which is not pinned until the other rank has called, and that one's
-/// task has this thread.
+/// In the driver, a copy to memory that is not pinned would block its thread until the other rank has called; but the task of that rank
+/// runs on the same thread.
 #[test]
 fn ranks_of_one_thread_copy_to_any_memory_behind_a_collective() {
     child("joined::ranks_of_one_thread_copy_to_any_memory_behind_a_collective", SLOW, || {
@@ -214,7 +214,7 @@ fn ranks_of_one_thread_copy_to_any_memory_behind_a_collective() {
     });
 }
 
-/// Law 4: an abort that comes while a stream is made to wait leaves none waiting.
+/// Law 4: an abort that comes while a stream is made to wait leaves no stream waiting.
 #[test]
 fn law_4_a_join_beside_an_abort_leaves_no_stream_waiting() {
     child("joined::law_4_a_join_beside_an_abort_leaves_no_stream_waiting", &[], || {
@@ -245,7 +245,8 @@ fn law_4_a_join_beside_an_abort_leaves_no_stream_waiting() {
     });
 }
 
-/// The legacy default stream by either of its names: as the buffers', as what operations start after, as what waits, and as a rank's own.
+/// The legacy default stream by either of its names: as the buffers' stream, as the one that operations start after, as the one that
+/// is joined, and as a rank's own.
 #[test]
 fn the_default_stream_is_one_like_others() {
     child("joined::the_default_stream_is_one_like_others", SLOW, || {

@@ -1,5 +1,5 @@
-//! The laws, where devices run the collectives: timeout, abort, ranks that leave, disagreement, buffers let go, many at a
-//! time. `collectives.rs` has the same for those that are staged.
+//! The laws, where devices run the collectives: timeouts, aborts, ranks that leave, disagreements, dropped operations, many at a
+//! time. `collectives.rs` tests them for staged collectives.
 
 use std::time::Duration;
 
@@ -15,7 +15,7 @@ const SLOW: &[(&str, &str)] =
     &[("ALLSTREAM_TEST_CUDA_DELAY_US", "2000"), ("ALLSTREAM_TEST_CUDA_DEVICES", "2")];
 const LEN: usize = 3000;
 
-/// Nothing lives, and nothing was freed that work on a device would still touch.
+/// Nothing of the driver is left, and no memory was freed that work on a device would still touch.
 fn all_is_gone(what: &str) {
     nothing_left(what);
     assert_eq!(report().freed_in_use, 0, "{what}");
@@ -81,7 +81,7 @@ fn law_4_an_abort_gives_buffers_back_in_order() {
     });
 }
 
-/// What has all been put on streams, ends well, also when the group dies then.
+/// Operations that had not begun when the group was aborted keep the contents of their buffers. (The first one may have begun.)
 #[test]
 fn law_4_a_queued_operation_that_did_not_begin_keeps_its_contents() {
     child("laws::law_4_a_queued_operation_that_did_not_begin_keeps_its_contents", SLOW, || {
@@ -128,7 +128,7 @@ fn law_4_a_rank_that_leaves_is_named() {
     });
 }
 
-/// Law 5: whatever two ranks disagree on, both are told in words, and have their buffers.
+/// Law 5: whatever two ranks disagree on, both get an error that says so, and their buffers back.
 #[test]
 fn law_5_disagreements_are_errors_on_both() {
     type Called = fn(&mut Comm, &DeviceStream, bool) -> (Error, bool);
@@ -190,7 +190,7 @@ fn law_5_disagreements_are_errors_on_both() {
     });
 }
 
-/// Laws 2 and 3: operations that nobody waits for, or that are forgotten, run on; what can be freed is freed.
+/// Law 2: operations that nobody waits for, or that are forgotten, run on.
 #[test]
 fn law_2_operations_that_are_let_go_run_on() {
     child("laws::law_2_operations_that_are_let_go_run_on", SLOW, || {
@@ -204,7 +204,7 @@ fn law_2_operations_that_are_let_go_run_on() {
                     if (i + rank) % 2 == 0 {
                         drop(work);
                     } else if i == 5 {
-                        // Its buffer comes back to nobody while the communicator lives; and then goes with it.
+                        // Nobody gets its buffer back while the communicator lives; after that, it goes with the communicator.
                         std::mem::forget(work);
                     } else {
                         drop(soon(work).unwrap());
@@ -227,7 +227,7 @@ fn law_2_what_was_dropped_is_freed_in_order() {
                 for _ in 0..10 {
                     drop(comm.algo(Algo::Ring).all_reduce(up(&stream, values(rank, LEN))));
                 }
-                // Some leave with all of that on their streams, some in peace.
+                // With even seeds, the ranks close with all of that on their streams; with odd ones, they first await another operation.
                 if seed % 2 == 0 {
                     soon(comm.close()).unwrap();
                 } else {
@@ -239,7 +239,7 @@ fn law_2_what_was_dropped_is_freed_in_order() {
     });
 }
 
-/// A rank alone calls and calls, more than may be on a stream at a time: all is done when the other comes.
+/// One rank calls more operations than may be on a stream at a time: all of them are done when the other rank comes.
 #[test]
 fn calls_far_ahead_of_the_other_rank_are_queued_and_done() {
     let fast = &[("ALLSTREAM_TEST_CUDA_DEVICES", "2")];
@@ -347,7 +347,7 @@ fn what_cannot_be_is_refused_and_harms_nobody() {
     child("laws::what_cannot_be_is_refused_and_harms_nobody", SLOW, || {
         ranks(2, |mut comm| {
             let (rank, stream) = (comm.rank(), bound(&mut comm, 2));
-            // Twice.
+            // A second bind.
             let device = stream.device();
             let error = soon(comm.bind_device(&device)).unwrap_err();
             assert!(error.to_string().contains("bound already"), "{error}");
@@ -361,7 +361,7 @@ fn what_cannot_be_is_refused_and_harms_nobody() {
             let Err(Failed { buf: Some((a, b)), error }) = soon(two) else { panic!("it did not fail") };
             assert!(error.to_string().contains("another on the host"), "{error}");
             assert_eq!((down(a), b), (values(rank, 10), vec![0.0; 10]));
-            // All is as it was.
+            // The communicator is as it was.
             assert_eq!(down(soon(comm.all_reduce(up(&stream, vec![3u8; 9]))).unwrap()), [6; 9]);
             assert_eq!(soon(comm.all_reduce(vec![3u8; 9])).unwrap(), [6; 9], "also on the host");
             soon(comm.close()).unwrap();
@@ -370,7 +370,7 @@ fn what_cannot_be_is_refused_and_harms_nobody() {
     });
 }
 
-/// One rank cannot be bound: all are told, and go on by way of the host; and can be bound later.
+/// If one rank cannot be bound, all ranks get an error, go on staged through the host, and can be bound later.
 #[test]
 fn a_rank_that_cannot_be_bound_leaves_all_as_they_were() {
     child("laws::a_rank_that_cannot_be_bound_leaves_all_as_they_were", SLOW, || {
@@ -412,7 +412,7 @@ fn devices_that_cannot_reach_each_other_are_staged_and_told_why() {
     });
 }
 
-/// More operations than one wait for an input, for longer than each of them may take: the time of each begins when its input is there.
+/// Several operations wait for an input for longer than their time limit: the time of each begins when its input is there.
 #[test]
 fn law_4_a_time_limit_begins_when_the_inputs_are_there() {
     const CALLS: usize = 20;
@@ -432,7 +432,7 @@ fn law_4_a_time_limit_begins_when_the_inputs_are_there() {
             let input = DeviceBuf::from_host(&late, pinned);
             let calls = bufs.into_iter().map(|buf| comm.timeout(LIMIT).on(&late).all_reduce(buf));
             let works: Vec<_> = calls.collect();
-            // Nothing comes for longer than that.
+            // No input comes for longer than the limit.
             std::thread::sleep(4 * LIMIT);
             all.wait();
             if rank == 0 {

@@ -1,5 +1,5 @@
-//! Devices that are lost while collectives are under way: all ranks are told whose it is, what was found, and what to do, long before any
-//! deadline; and what the device may still touch stays where it is.
+//! Devices that are lost while collectives are under way: all ranks get an error that says whose device it is, what the driver answered, and
+//! what to do, long before any deadline. Nobody gets memory that the device may still touch.
 
 use std::sync::Barrier;
 use std::time::{Duration, Instant};
@@ -13,11 +13,11 @@ use crate::nccl::with_nccl;
 use crate::support::{child, down, full, function, is_child, is_ours, pass, ranks, report, soon, up, values};
 
 const LEN: usize = 3000;
-/// What operations may take.
+/// Time limit of operations.
 const DEADLINE: Duration = Duration::from_secs(15);
-/// When all is told at the latest.
+/// All ranks have got their errors by then.
 const SOON: Duration = Duration::from_secs(5);
-/// Codes of a device that is lost, and what is said to do about it.
+/// Driver codes of a device that is lost, and a part of the advice in the error.
 const CODES: [(u32, &str); 5] = [
     (46, "compute mode"),
     (719, "compute-sanitizer"),
@@ -28,7 +28,7 @@ const CODES: [(u32, &str); 5] = [
 
 /// A device of this process answers everything with this code from now on.
 fn lose(device: usize, code: u32) {
-    // SAFETY: the function's type, in the driver's `device.rs`.
+    // SAFETY: the test driver's `device.rs` declares the function with this type.
     let fail: extern "C" fn(i32, u32) -> u32 =
         unsafe { std::mem::transmute(function("allstream_test_cuda_break")) };
     assert_eq!(fail(device as i32, code), 0);
@@ -47,7 +47,7 @@ enum When {
     Before,
 }
 
-/// An error that says which rank's device is lost, which device, what the driver answered, and what to do.
+/// Checks that an error says which rank's device is lost, which device, what the driver answered, and what to do.
 fn says_it(error: &Error, rank: usize, device: usize, (code, advice): (u32, &str)) {
     let text = error.to_string();
     for part in
@@ -58,7 +58,7 @@ fn says_it(error: &Error, rank: usize, device: usize, (code, advice): (u32, &str
     assert!(error.record().is_some(), "it says where the flight recorder is: {text}");
 }
 
-/// Ranks 0 and 2 are on the one device, rank 1 on the other, which is lost.
+/// Ranks 0 and 2 are on the device `kept`, rank 1 is on `lost`, which is lost.
 fn ranks_lose(when: When, [kept, lost]: [usize; 2], why: (u32, &str), all_held: &Barrier) {
     let all = Barrier::new(3);
     let holds = matches!(when, When::Held | When::Joined);
@@ -118,7 +118,7 @@ fn ranks_lose(when: When, [kept, lost]: [usize; 2], why: (u32, &str), all_held: 
         drop(input.map(soon));
         if rank != 1 {
             came_back.into_iter().flatten().for_each(is_ours);
-            // Nothing waits for ever on the device that is there.
+            // No stream of the device that is kept waits for ever.
             stream.synchronize().unwrap();
         }
     });
@@ -153,7 +153,7 @@ fn all_ranks_are_told_whose_device_is_lost() {
     }
 }
 
-/// The same where no device runs the operations: a copy does not come.
+/// The same for staged operations: a copy does not end.
 #[test]
 fn a_device_that_is_lost_under_a_copy_of_a_staged_operation_is_named() {
     let test = "lost::a_device_that_is_lost_under_a_copy_of_a_staged_operation_is_named";
@@ -198,7 +198,7 @@ fn another_process_is_told_whose_device_is_lost() {
     }
 }
 
-/// The same of an operation that all ranks are to fold at once. It waits for the inputs of all before anything of it is on a stream.
+/// The same for an operation that all ranks are to fold at once: it waits for all inputs before any of its work is on a stream.
 #[test]
 fn another_process_is_told_whose_device_is_lost_before_a_fold() {
     let test = "lost::another_process_is_told_whose_device_is_lost_before_a_fold";
@@ -273,7 +273,7 @@ fn a_device_that_is_lost_under_nccl_is_named() {
                 all.wait();
                 pass(true, u64::MAX);
                 drop(soon(input));
-                // The library's handle may wait for the device.
+                // Dropping these may wait for the device.
                 std::mem::forget((comm, stream));
             });
         }

@@ -1,8 +1,8 @@
-//! Device memory, streams, events, copies and collectives, against a CUDA driver made of host memory and threads
-//! (`tests/cuda-driver`), and against none. `conformance.rs` compares all collectives with the bits that hosts give;
-//! `hazards.rs` takes each of their waits away in turn.
+//! Tests of device memory, streams, events, copies and collectives. They run against a CUDA driver made of host memory and
+//! threads (`tests/cuda-driver`), and some without a driver (`missing.rs`). `conformance.rs` compares the results of all collectives,
+//! bit for bit, with those on host buffers; `hazards.rs` takes away one wait at a time, and checks that this is noticed.
 //!
-//! A driver is chosen once for a process. So each test runs in a child of its own, which is this same program.
+//! A process loads its driver once. So each test runs in a child process of its own, which runs this same program.
 
 mod between;
 #[cfg(feature = "testing")]
@@ -52,7 +52,7 @@ mod train;
 use test_support::cases::combine;
 use test_support::{pairwise, values};
 
-/// What tests share, whose processes count the calls of the driver that come from under the engine's locks.
+/// The helpers that tests share. With the feature `testing`, children also count the driver calls that are made under the engine's locks.
 mod support {
     use std::process::Output;
     use std::time::Duration;

@@ -1,4 +1,4 @@
-//! Collectives that NCCL takes whole, on an NCCL for tests (`tests/nccl`): what comes out, the laws, and what goes wrong there.
+//! Collectives that are given to NCCL whole, with a library for tests in its place (`tests/nccl`): results, laws, and failures in NCCL.
 
 mod messages;
 mod node;
@@ -24,7 +24,7 @@ use crate::support::{
 const LEN: usize = 3000;
 const SHORT: Duration = Duration::from_millis(400);
 
-/// Runs a test in a child with so many devices, and the library.
+/// Runs a test in a child process with so many devices, and with the NCCL for tests.
 pub(crate) fn with_nccl(test: &str, devices: usize, more: &[(&str, &str)], body: impl FnOnce()) {
     let (devices, library) = (devices.to_string(), nccl_library().to_str().unwrap());
     let mut variables = vec![
@@ -36,7 +36,7 @@ pub(crate) fn with_nccl(test: &str, devices: usize, more: &[(&str, &str)], body:
     child(test, &variables, body);
 }
 
-/// What the library tells of itself (`tests/nccl/src/knobs.rs`).
+/// The library's report on itself (`tests/nccl/src/knobs.rs`).
 #[derive(Clone, Copy, Debug, Default)]
 #[repr(C)]
 struct Told {
@@ -54,7 +54,7 @@ fn function(name: &str) -> *mut c_void {
 
 fn told() -> Told {
     let mut told = Told::default();
-    // SAFETY: the function's type, in the library's `knobs.rs`; so is the report's.
+    // SAFETY: the library's `knobs.rs` declares the function and the report with these types.
     unsafe {
         let ask: unsafe extern "C" fn(*mut Told) -> c_int =
             std::mem::transmute(function("allstream_test_nccl_report"));
@@ -63,7 +63,7 @@ fn told() -> Told {
     told
 }
 
-/// What goes wrong (`What`, there).
+/// The kinds of trouble, as `What` in the library's `knobs.rs` numbers them.
 const STAYS_IN_PROGRESS: c_int = 1;
 const HANGS: c_int = 2;
 const FAILS_LATE: c_int = 3;
@@ -71,15 +71,15 @@ const REFUSES: c_int = 4;
 const REFUSES_INIT: c_int = 5;
 const IS_DEAF: c_int = 6;
 
-/// What goes wrong on a rank at one of its calls, with this code. 0: nothing does from now on.
+/// Has this go wrong on a rank at one of its calls, counted from 0, with this code. `what` is 0: nothing goes wrong from now on.
 fn trouble(what: c_int, rank: c_int, call: u64, code: c_int) {
-    // SAFETY: the function's type, in the library's `knobs.rs`.
+    // SAFETY: the library's `knobs.rs` declares the function with this type.
     let set: extern "C" fn(c_int, c_int, u64, c_int) -> c_int =
         unsafe { std::mem::transmute(function("allstream_test_nccl_trouble")) };
     assert_eq!(set(what, rank, call, code), 0);
 }
 
-/// A stream of the device that `comm` is now bound to, as NCCL is.
+/// Binds `comm` to its rank's device and to NCCL, and returns a stream of that device.
 fn bound(comm: &mut Comm) -> DeviceStream {
     let device = Device::new(comm.rank()).unwrap();
     let path = soon(comm.bind_nccl(&device)).unwrap();
@@ -92,7 +92,7 @@ fn failure<O>(work: Work<O, DeviceBuf<f32>>) -> (Error, Option<DeviceBuf<f32>>) 
     (error, buf)
 }
 
-/// Nothing lives, of the driver or of the library, and nothing was done that a real one forbids.
+/// Nothing of the driver or of the library is left, and nothing was done that a real one forbids.
 fn all_is_gone() {
     nothing_left("all ranks have ended");
     assert_eq!(report().freed_in_use, 0);
@@ -218,7 +218,7 @@ fn what_goes_to_nccl_gives_what_the_oracle_says() {
 #[test]
 fn where_devices_do_not_reach_each_other_the_rest_is_staged() {
     let apart = [("ALLSTREAM_TEST_CUDA_NO_PEER", "0-1,0-2,1-2")];
-    // (The library's kernels touch all memory, as NCCL's do by way of the host.)
+    // (The test library's kernels reach all memory, as NCCL reaches other devices by way of the host.)
     with_nccl("nccl::where_devices_do_not_reach_each_other_the_rest_is_staged", 3, &apart, || {
         ranks(3, |mut comm| {
             let device = Device::new(comm.rank()).unwrap();
@@ -265,7 +265,7 @@ fn law_5_a_disagreement_is_an_error_before_nccl_is_given_anything() {
     });
 }
 
-/// Law 4: before NCCL hears of anything.
+/// Law 4: the timeout comes before NCCL is given anything.
 #[test]
 fn law_4_a_rank_that_does_not_call_is_named() {
     with_nccl("nccl::law_4_a_rank_that_does_not_call_is_named", 3, &[], || {
@@ -285,7 +285,7 @@ fn law_4_a_rank_that_does_not_call_is_named() {
     });
 }
 
-/// Law 4: NCCL hangs, on its way to the stream or on the device.
+/// Law 4: NCCL hangs before its kernel is on the stream, or on the device.
 #[test]
 fn law_4_a_hang_is_a_timeout_and_the_abort_gives_buffers_back() {
     with_nccl("nccl::law_4_a_hang_is_a_timeout_and_the_abort_gives_buffers_back", 3, &[], || {
@@ -316,7 +316,7 @@ fn law_4_a_hang_is_a_timeout_and_the_abort_gives_buffers_back() {
     });
 }
 
-/// Law 3: what an abort does not end may touch the buffers for ever.
+/// Law 3: a kernel that NCCL's abort does not end may touch the buffers for ever.
 #[test]
 fn law_3_what_an_abort_does_not_end_keeps_the_buffer() {
     with_nccl("nccl::law_3_what_an_abort_does_not_end_keeps_the_buffer", 2, &[], || {
@@ -330,14 +330,14 @@ fn law_3_what_an_abort_does_not_end_keeps_the_buffer() {
             // Both ranks are of this process: the other's kernels may touch this one's buffer.
             assert!(buf.is_none(), "rank {rank}");
             assert!(begun.elapsed() < Duration::from_secs(10), "{:?}", begun.elapsed());
-            // The handles would wait for the device.
+            // Dropping these would wait for the device.
             std::mem::forget((comm, stream));
         });
         std::process::exit(0);
     });
 }
 
-/// Law 3: an error that comes when the kernel is done, or at the call.
+/// Law 3: NCCL gives an error when the kernel has ended, or at the call.
 #[test]
 fn law_3_an_error_of_nccl_s_names_the_rank_and_gives_buffers_back() {
     with_nccl("nccl::law_3_an_error_of_nccl_s_names_the_rank_and_gives_buffers_back", 3, &[], || {
@@ -366,8 +366,8 @@ fn law_3_an_error_of_nccl_s_names_the_rank_and_gives_buffers_back() {
     });
 }
 
-/// Laws 1, 2 and 4: a stream waits for what NCCL does, nobody else does; what is let go runs on; and an abort releases the stream,
-/// which finds nothing that counts.
+/// Laws 1, 2 and 4: a stream waits for NCCL's work, and no thread does; operations that are dropped run on; and an abort releases the
+/// stream, whose buffer then holds no result.
 #[test]
 fn streams_wait_for_nccl_and_an_abort_releases_them() {
     with_nccl("nccl::streams_wait_for_nccl_and_an_abort_releases_them", 2, &[], || {
@@ -410,7 +410,7 @@ fn streams_wait_for_nccl_and_an_abort_releases_them() {
     });
 }
 
-/// Two communicators on the same devices, whose kernels a device has room for one at a time: from tasks that run beside each other.
+/// Three communicators on the same devices, each of which has room for one kernel at a time. Their operations are under way together.
 #[test]
 fn launches_of_several_communicators_keep_one_order() {
     with_nccl("nccl::launches_of_several_communicators_keep_one_order", 2, &[], || {
@@ -419,7 +419,7 @@ fn launches_of_several_communicators_keep_one_order() {
             let mut others = [soon(comm.dup()).unwrap(), soon(comm.dup()).unwrap()];
             others.iter_mut().for_each(|other| drop(bound(other)));
             for round in 0..40 {
-                // All are there before the first is called, so that nothing is between the calls.
+                // All buffers are made before the first call, so that nothing is between the calls.
                 let [a, b] = [(); 2].map(|()| up(&stream, values(rank, LEN)));
                 let c = up(&stream, values(rank, 10));
                 let [first, second] = &mut others;
@@ -442,7 +442,7 @@ fn launches_of_several_communicators_keep_one_order() {
     });
 }
 
-/// That the test above would see it: without the order, devices hang.
+/// Shows that the test above would notice a wrong order: without the engine's order of launches, devices hang.
 #[cfg(feature = "testing")]
 #[test]
 fn launches_in_any_order_hang_devices() {
@@ -453,7 +453,7 @@ fn launches_in_any_order_hang_devices() {
             let mut other = soon(comm.dup()).unwrap();
             drop(bound(&mut other));
             for round in 0..200 {
-                // Both are there before the first is called, so that nothing is between the calls.
+                // Both buffers are made before the first call, so that nothing is between the calls.
                 let [a, b] = [(); 2].map(|()| up(&stream, values(rank, LEN)));
                 let both = [(&mut comm, a), (&mut other, b)];
                 let both = both.map(|(comm, buf)| comm.timeout(SHORT).all_reduce(buf));
@@ -497,7 +497,7 @@ fn ranks_that_call_in_different_orders_are_told_both_calls_and_no_device_hangs()
     });
 }
 
-/// What NCCL cannot do is said to all ranks, and the communicator goes on as before.
+/// If NCCL cannot be bound, all ranks get an error, and the communicator goes on as before.
 #[test]
 fn what_cannot_be_bound_is_said_to_all_and_the_communicator_goes_on() {
     with_nccl(
@@ -541,7 +541,7 @@ fn what_cannot_be_bound_is_said_to_all_and_the_communicator_goes_on() {
     );
 }
 
-/// A communicator of the same members and devices goes on with what NCCL has made for one that ended in peace.
+/// A communicator of the same members and devices takes up NCCL's communicator of one that was closed.
 #[test]
 fn the_pool_keeps_what_nccl_has_made() {
     with_nccl("nccl::the_pool_keeps_what_nccl_has_made", 2, &[], || {
@@ -563,7 +563,7 @@ fn the_pool_keeps_what_nccl_has_made() {
             // One that is aborted is not kept.
             let mut child = soon(comm.dup()).unwrap();
             bound(&mut child);
-            // The abort would overtake the end of the other rank's bind.
+            // Without this barrier, the abort could reach the other rank before its bind has ended.
             soon(comm.barrier()).unwrap();
             if rank == 0 {
                 child.abort("a test");

@@ -1,5 +1,5 @@
-//! Ranks of one process that share a device: the last one to call an all_reduce launches it for all. What comes of it, and what becomes of the others where the last rank
-//! does not get so far.
+//! Ranks of one process that share a device: the last one to call an all_reduce launches it for all. The results, and what happens on the other ranks
+//! when the last one does not launch.
 
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -17,11 +17,11 @@ use crate::values::mix;
 
 const SLOW: &[(&str, &str)] =
     &[("ALLSTREAM_TEST_CUDA_DELAY_US", "300"), ("ALLSTREAM_TEST_CUDA_DEVICES", "2")];
-/// Each stream has a hardware queue of its own: none waits on the host because it might hold up another.
+/// Each stream has a hardware queue of its own, so no join waits on the host because its stream might hold up another.
 const APART: &[(&str, &str)] = &[("CUDA_DEVICE_MAX_CONNECTIONS", "64")];
-/// Of operations that are to end long before.
+/// Time limit of operations that are to end long before.
 const LIMIT: Duration = Duration::from_secs(15);
-/// When what fails is told at the latest.
+/// A failure is reported by then.
 const SOON: Duration = Duration::from_secs(5);
 const LAUNCH: &str = "cuLaunchKernel";
 
@@ -35,8 +35,8 @@ fn sums(n: usize, len: usize) -> Vec<f32> {
     (0..len).map(|i| all.iter().map(|values| values[i]).sum()).collect()
 }
 
-/// In a row, without a wait for the device between them: some have fewer elements than there are ranks, one has none; some are out of place, or are multiplied first by
-/// some ranks, or are averages.
+/// All operations are called in a row, without a wait for the device between them. Some have fewer elements than there are ranks, and one has none.
+/// Others are out of place, or averages, or some ranks scale their input first.
 #[test]
 fn eight_ranks_get_the_sums_of_all_lengths() {
     child("one_launch::eight_ranks_get_the_sums_of_all_lengths", SLOW, || {
@@ -81,7 +81,7 @@ fn eight_ranks_get_the_sums_of_all_lengths() {
     });
 }
 
-/// Every rank is the last one once, and the streams of all others wait by then for what nobody has launched.
+/// Every rank is the last to call once. By then the streams of all others wait for an operation that nobody has launched.
 #[test]
 fn streams_that_were_joined_early_go_on_with_the_last_ranks_launch() {
     child("one_launch::streams_that_were_joined_early_go_on_with_the_last_ranks_launch", APART, || {
@@ -110,7 +110,7 @@ fn streams_that_were_joined_early_go_on_with_the_last_ranks_launch() {
     });
 }
 
-/// What goes by steps is on each rank's own stream, and what one launch folds is on rank 0's: each has what the one before has left.
+/// Operations by steps run on each rank's own stream, and those of one launch on rank 0's. Each must see the result of the one before.
 #[test]
 fn operations_by_steps_follow_those_of_one_launch_in_order() {
     child("one_launch::operations_by_steps_follow_those_of_one_launch_in_order", SLOW, || {
@@ -122,7 +122,7 @@ fn operations_by_steps_follow_those_of_one_launch_in_order() {
                 right.iter_mut().for_each(|x| *x *= 3_f32.powi(7));
                 for i in 0..8 {
                     let algo = [Algo::Direct, Algo::Ring, Algo::OneShot, Algo::HalvingDoubling][i % 4];
-                    // Others beside it, with buffers of their own that nobody waits for.
+                    // Other operations beside it, on buffers that nobody waits for.
                     drop(comm.algo(algo).all_reduce(up(&stream, values(rank, 50))));
                     let work = comm.timeout(LIMIT).algo(algo).on(&stream).all_reduce(grads);
                     grads = match mix(&[seed, i as u64]).is_multiple_of(3) {
@@ -139,7 +139,7 @@ fn operations_by_steps_follow_those_of_one_launch_in_order() {
     });
 }
 
-/// Rank 0's stream is its caller's, on which other work may be, or each rank's is.
+/// Rank 0 alone, or every rank, is bound to a stream of its caller, on which other work may be.
 #[test]
 fn ranks_may_be_bound_to_streams_of_their_callers() {
     child("one_launch::ranks_may_be_bound_to_streams_of_their_callers", SLOW, || {
@@ -199,11 +199,11 @@ enum Last {
     Goes,
     NeverCalls,
     CallsAnother,
-    /// Its call's launch is refused by the driver.
+    /// It calls, and the driver refuses the launch.
     CannotLaunch,
 }
 
-/// The others have arrived, one of them has joined its stream, and nothing is launched.
+/// All other ranks have called, one of them has joined its stream, and nothing is launched. Checks how the operation ends.
 fn end_before_the_launch(last: Last) {
     const N: usize = 4;
     const LEN: usize = 500;
@@ -281,7 +281,7 @@ fn law_4_what_the_last_rank_does_instead_ends_the_operation_on_all() {
     });
 }
 
-/// Abort at any time around the last call: whoever has its buffer back has it for itself.
+/// An abort at any time around the last call: whoever has its buffer back is the only one to use it.
 #[test]
 fn law_4_an_abort_beside_the_last_call_gives_buffers_back_in_order() {
     child("one_launch::law_4_an_abort_beside_the_last_call_gives_buffers_back_in_order", SLOW, || {
@@ -317,7 +317,7 @@ fn law_4_an_abort_beside_the_last_call_gives_buffers_back_in_order() {
     });
 }
 
-/// The device is lost when all ranks but the last have called, or when all have and one's input is late.
+/// The device is lost when all ranks but the last have called, or when all have called and rank 0's input is late.
 #[test]
 fn a_device_that_is_lost_before_or_behind_the_launch_ends_it_on_all() {
     child("one_launch::a_device_that_is_lost_before_or_behind_the_launch_ends_it_on_all", SLOW, || {
@@ -346,7 +346,7 @@ fn a_device_that_is_lost_before_or_behind_the_launch_ends_it_on_all() {
                     until("it is launched", || work.as_ref().is_some_and(Work::is_enqueued));
                 }
                 if all.wait().is_leader() {
-                    // SAFETY: the function's type, in the driver's `device.rs`.
+                    // SAFETY: the test driver's `device.rs` declares the function with this type.
                     let lose: extern "C" fn(i32, u32) -> u32 =
                         unsafe { std::mem::transmute(function("allstream_test_cuda_break")) };
                     assert_eq!(lose(i32::from(is_launched), 719), 0);
@@ -367,7 +367,7 @@ fn a_device_that_is_lost_before_or_behind_the_launch_ends_it_on_all() {
     });
 }
 
-/// Each wait of the launch, by the input of which rank is late. Where it is taken away, the operation ends before that is there.
+/// A name, the wait of the launch that is taken away, and the rank whose input is late. Without that wait, the operation ends too early.
 const WAITS: [(&str, Option<Wait>, usize); 4] = [
     ("none", None, 0),
     ("none", None, 1),

@@ -11,14 +11,14 @@ const SLOW: &[(&str, &str)] = &[("ALLSTREAM_TEST_CUDA_DELAY_US", "5000")];
 const TIGHT: &[(&str, &str)] =
     &[("ALLSTREAM_TEST_CUDA_DELAY_US", "5000"), ("ALLSTREAM_TEST_CUDA_MEMORY", "1M")];
 
-/// On one stream a buffer is filled with zeros, late, and dropped before that; another stream's new buffer must not be
-/// where those zeros come.
+/// One stream is late to fill a buffer with zeros, and the buffer is dropped before that. A new buffer of another stream must not get
+/// these zeros.
 fn late_zeros_hit_nobody(len: usize) {
     let (device, _) = device();
     for seed in 0..20 {
         set_delays(5000, seed);
         let [early, late] = [(); 2].map(|()| DeviceStream::new(&device).unwrap());
-        // Something for the stream to be behind with.
+        // Work that delays the stream.
         for _ in 0..4 {
             drop(DeviceBuf::<u32>::zeroed(&early, 16).unwrap());
         }
@@ -162,7 +162,7 @@ fn parts_are_in_flight_by_themselves_and_join_in_any_order() {
         let at = buf.as_ptr();
         let parts = buf.split(&[300, 0, 500, 200]).unwrap();
         assert_eq!(parts.iter().map(DeviceBuf::offset).collect::<Vec<_>>(), [0, 300, 300, 800]);
-        // Each on a stream of its own: replaced by what is 1000 more.
+        // Each part is overwritten, on a stream of its own, with values that are 1000 higher.
         let moved = parts.into_iter().map(|part| {
             let other = DeviceStream::new(&device).unwrap();
             let (from, len) = (part.offset() as u32, part.len() as u32);
@@ -208,7 +208,7 @@ fn events_are_awaited_asleep_and_collectives_start_after_them() {
         let event = stream.record().unwrap();
         other.wait_event(&event).unwrap();
         let behind = other.record().unwrap();
-        // Many at a time, more than there are streams of ours to wait.
+        // More waits at a time than the engine has streams for waiting.
         let waits: Vec<_> = (0..40).map(|_| IntoFuture::into_future(behind.clone())).collect();
         for reached in soon(futures::future::join_all(waits)) {
             reached.unwrap();
@@ -231,7 +231,7 @@ fn waiting_takes_no_time_of_a_processor() {
     child("order::waiting_takes_no_time_of_a_processor", &slow, || {
         fn spent() -> Duration {
             let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-            // SAFETY: room for the answer.
+            // SAFETY: the pointer is to `time`, which has room for the answer.
             assert_eq!(unsafe { libc::clock_gettime(libc::CLOCK_PROCESS_CPUTIME_ID, &raw mut time) }, 0);
             Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
         }

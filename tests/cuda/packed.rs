@@ -1,4 +1,4 @@
-//! Small gradients on devices, which a kernel packs into one buffer, and another one copies back.
+//! Small gradients on devices: one kernel packs them into one buffer, and another one copies them back.
 
 use std::sync::Barrier;
 
@@ -8,7 +8,7 @@ use allstream::{AnyBuf, Comm, Error};
 
 use crate::support::{bound, calls, child, down, fail, nothing_left, ranks, set_delays, soon, up, values};
 
-/// Elements of the gradients: lengths that are no multiples of what a vector holds, none, and one that is not packed.
+/// Lengths of the gradients: some are no multiples of a vector's length, one is empty, and one is too long to be packed.
 const LENS: [usize; 6] = [3, 1001, 0, 500, 20_000, 1];
 /// CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES.
 const OUT_OF_RESOURCES: u32 = 701;
@@ -22,10 +22,10 @@ fn mean(i: usize, n: usize) -> Vec<f32> {
     (0..LENS[i]).map(|k| all.iter().map(|values| values[k]).sum::<f32>() / n as f32).collect()
 }
 
-/// Gradients of zeros, which come late: until their stream is there, their memory holds something else.
+/// Gradients of zeros, which come late: until their stream gets there, their memory holds something else.
 fn late_zeros(stream: &DeviceStream, lens: &[usize]) -> Vec<DeviceBuf<f32>> {
     drop(lens.iter().map(|len| up(stream, vec![-7.5f32; *len])).collect::<Vec<_>>());
-    // Where streams dawdle, this one is far behind.
+    // If the test has set delays, this stream is far behind.
     for _ in 0..12 {
         drop(DeviceBuf::<u8>::zeroed(stream, 1).unwrap());
     }
@@ -38,7 +38,7 @@ fn hundred_small_gradients_are_one_operation_of_the_devices() {
     child("packed::hundred_small_gradients_are_one_operation_of_the_devices", &[], || {
         let (copies, launches) = ("cuMemcpyDtoHAsync_v2", "cuLaunchKernel");
         let meet = &Barrier::new(2);
-        // What all ranks have called while they all did this.
+        // How many copies to the host, and how many launches, a step takes on all ranks together.
         let counted = |count: usize, len: usize| {
             ranks(2, |mut comm| {
                 let stream = bound(&mut comm, 2);
@@ -64,7 +64,7 @@ fn hundred_small_gradients_are_one_operation_of_the_devices() {
                     }
                     [after[0] - before[0], after[1] - before[1]]
                 };
-                // The first one loads kernels, and learns the order.
+                // The first step loads kernels, and learns the order of the gradients.
                 step(&mut buckets);
                 let counted = step(&mut buckets);
                 soon(buckets.close()).unwrap();
@@ -73,12 +73,12 @@ fn hundred_small_gradients_are_one_operation_of_the_devices() {
         };
         let (one, hundred) = (counted(1, 102_400), counted(100, 1024));
         assert_eq!([one[0][0], hundred[0][0]], [0, 0], "copies to the host, of all ranks");
-        // On each rank one that packs, and one that copies back.
+        // Each rank launches one kernel more that packs, and one that copies back.
         assert_eq!(hundred[0][1], one[0][1] + 4, "launches, of all ranks");
     });
 }
 
-/// With streams that dawdle: whatever is not waited for is done out of order, sooner or later.
+/// Streams have random delays: without a wait, work runs out of order sooner or later.
 #[test]
 fn gradients_of_several_streams_are_packed_and_come_back_in_their_order() {
     let variables = [("ALLSTREAM_TEST_CUDA_DEVICES", "2")];
@@ -86,8 +86,8 @@ fn gradients_of_several_streams_are_packed_and_come_back_in_their_order() {
         for seed in 0..9 {
             ranks(2, |mut comm| {
                 let (stream, rank) = (bound(&mut comm, 2), comm.rank());
-                // One for the gradients with even numbers, and one for the odd ones; in the order of the second they are packed, as the last
-                // of the layout is the first in a bucket.
+                // One stream for the gradients with even numbers, and one for those with odd ones. They are packed on the second stream: it is that of
+                // the last gradient of the layout, which is the first in a bucket.
                 let streams = [stream.clone(), DeviceStream::new(&stream.device()).unwrap()];
                 let mut buckets = soon(Buckets::new(&comm.share(), &layout())).unwrap();
                 let of = |i: usize| up(&streams[i % 2], values(rank + i, LENS[i]));
@@ -102,7 +102,7 @@ fn gradients_of_several_streams_are_packed_and_come_back_in_their_order() {
                 for (i, grad) in grads.enumerate() {
                     assert!(buckets.push(i, grad).unwrap().is_none());
                 }
-                // Waited for by the host; by a stream of some gradients, in whose order they are used at once; by another stream.
+                // The step is waited for by the host, by the stream of the odd gradients, or by a third stream.
                 let third = DeviceStream::new(&stream.device()).unwrap();
                 let back: Vec<DeviceBuf<f32>> = match seed % 3 {
                     0 => soon(buckets.finish()).unwrap().collect(),
@@ -121,7 +121,7 @@ fn gradients_of_several_streams_are_packed_and_come_back_in_their_order() {
     });
 }
 
-/// Gradients of a step that was joined are those of the next one, before anybody knows how it ends: what they depend on must not double.
+/// The gradients of a joined step go into the next one before it is known how the step ends. The steps they depend on must not double.
 #[test]
 fn gradients_that_go_from_step_to_step_in_order_depend_on_no_more_than_there_were_steps() {
     let test = "packed::gradients_that_go_from_step_to_step_in_order_depend_on_no_more_than_there_were_steps";
@@ -165,7 +165,7 @@ fn each_rank_gets_its_part_of_what_is_packed_and_all_gather_the_weights() {
             for (i, grad) in grads.into_iter().enumerate() {
                 let (owned, grad) = (buckets.owned(i), down(grad));
                 assert!(grad[owned.clone()] == mean(i, 3)[owned.clone()], "parameter {i}");
-                // What a rank does not own of its weights is nobody's business.
+                // The weights that a rank does not own do not matter.
                 let ours = (0..LENS[i]).map(|k| if owned.contains(&k) { grad[k] } else { -1.0 });
                 weights.push(up(&stream, ours.collect()));
             }
@@ -195,7 +195,7 @@ fn of_a_bucket_that_no_kernel_packs_all_gradients_come_back_with_the_cause() {
                     grads.into_iter().enumerate().try_for_each(|(i, grad)| buckets.push(i, grad).map(drop));
                 pushed.map_err(|failed| failed.error)
             };
-            // The other rank pushes when that has happened, so that the launch is this one's.
+            // Rank 1 pushes only after rank 0's launch has failed, so that the call that fails is rank 0's.
             let error = if rank == 0 {
                 push(&mut buckets).unwrap();
                 meet.wait();
@@ -212,7 +212,7 @@ fn of_a_bucket_that_no_kernel_packs_all_gradients_come_back_with_the_cause() {
             };
             let expected = if rank == 0 { "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES" } else { "rank 0" };
             assert!(error.to_string().contains(expected), "rank {rank}: {error}");
-            // The communicator of the loop is not concerned.
+            // The communicator from which the buckets were made is not affected.
             soon(comm.barrier()).unwrap();
         });
         nothing_left("all ranks have ended");

@@ -20,7 +20,7 @@ fn bound(comm: &mut Comm) -> (Device, DeviceStream) {
     bound_to(comm, 1)
 }
 
-/// To one of so many devices.
+/// Binds a rank to one of so many devices.
 fn bound_to(comm: &mut Comm, devices: usize) -> (Device, DeviceStream) {
     let device = Device::new(comm.rank() % devices).unwrap();
     assert_eq!(soon(comm.bind_device(&device)).unwrap(), DevicePath::Peer);
@@ -28,8 +28,8 @@ fn bound_to(comm: &mut Comm, devices: usize) -> (Device, DeviceStream) {
     (device, stream)
 }
 
-/// A rank joins a stream with a collective before the other has called: were the stream to wait, it would hold up the
-/// collective's own, which shares its queue, and both would wait for ever.
+/// A rank joins a stream with a collective before the other rank has called. If the stream waited, it would hold up the rank's own
+/// stream, which shares its queue and runs the collective, and both would wait for ever.
 fn joined_early(streams: usize, devices: usize) {
     let start = Instant::now();
     ranks(2, |mut comm| {
@@ -61,16 +61,16 @@ fn a_stream_that_shares_the_only_queue_does_not_hold_up_what_it_is_joined_with()
     child(test, &[SLOW, ONE], || joined_early(2, 1));
 }
 
-/// Some of the streams share a queue with the ranks' own, and some do not. The ranks' devices are two: on one the streams of the
-/// one rank that wait would hold up those of the other, and no driver helps with that (the next test).
+/// Some of the streams share a queue with the ranks' own, and some do not. Each rank has its own device: on a shared one, a waiting stream
+/// of one rank could hold up the other rank, which no driver prevents (`law_4_the_deadline_ends_what_callers_streams_hold_up`).
 #[test]
 fn streams_that_share_some_of_few_queues_hold_up_no_collective() {
     let test = "queues::streams_that_share_some_of_few_queues_hold_up_no_collective";
     child(test, &[("CUDA_DEVICE_MAX_CONNECTIONS", "3")], || joined_early(5, 2));
 }
 
-/// Each piece of work takes a stream up to 6 ms here, as it may where the host has much to do. That is no reason to take a stream
-/// for one that is held up: a join returns before the other rank has called.
+/// Each piece of work takes a stream up to 6 ms here, as it may on a busy host. The engine must not take such a stream for one that
+/// is held up: a join returns before the other rank has called.
 #[test]
 fn a_slow_device_is_not_taken_for_one_whose_streams_share_a_queue() {
     let test = "queues::a_slow_device_is_not_taken_for_one_whose_streams_share_a_queue";
@@ -97,8 +97,8 @@ fn a_slow_device_is_not_taken_for_one_whose_streams_share_a_queue() {
     });
 }
 
-/// Streams of the callers' in one queue: one rank's that waits for a collective holds up the other's, which has its input. All of
-/// it is on the streams, so nobody is missing; the deadline ends it all the same.
+/// Callers' streams share a queue: the stream of one rank waits for a collective, and holds up the stream that brings the other rank's
+/// input to it. All ranks have called, so no rank is missing; the deadline ends the collective all the same.
 #[test]
 fn law_4_the_deadline_ends_what_callers_streams_hold_up() {
     let test = "queues::law_4_the_deadline_ends_what_callers_streams_hold_up";
@@ -115,7 +115,7 @@ fn law_4_the_deadline_ends_what_callers_streams_hold_up() {
                     let Ok(sum) = joined else { return };
                     grads = sum;
                 }
-                // What failed is told here at the latest.
+                // A collective that failed is reported here at the latest.
                 drop(soon(grads.to_host(vec![0.0; 700])));
                 soon(compute.record().unwrap()).unwrap();
             });
@@ -126,12 +126,12 @@ fn law_4_the_deadline_ends_what_callers_streams_hold_up() {
     });
 }
 
-/// The rank's own stream is held up by an input that does not come, and so does not come to say that what failed is over:
-/// the host says it.
+/// The rank's own stream is held up by an input that does not come, so it cannot mark the failed operations as over: the host does
+/// that.
 #[test]
 fn law_4_a_stream_is_released_though_the_ranks_own_is_held_up() {
     let test = "queues::law_4_a_stream_is_released_though_the_ranks_own_is_held_up";
-    // As many queues as there are streams: what is held up here is held up by order alone.
+    // As many queues as there are streams, so that only the order of work holds a stream up.
     child(test, &[("CUDA_DEVICE_MAX_CONNECTIONS", "32")], || {
         let mut comms = Comm::local(2).unwrap();
         let mut second = comms.pop().unwrap();
@@ -140,7 +140,7 @@ fn law_4_a_stream_is_released_though_the_ranks_own_is_held_up() {
         let (device, late) = bound(&mut first);
         let (theirs, mut second) = other.join().unwrap();
         let [waiting, own] = [(), ()].map(|()| DeviceStream::new(&device).unwrap());
-        // Once in peace: the two streams are known not to hold each other up.
+        // The first operation ends well, so the engine knows that the two streams do not hold each other up.
         let ordered = first.all_reduce(up(&own, values(0, 64))).join(&waiting).unwrap();
         soon(second.all_reduce(up(&theirs, values(1, 64)))).unwrap();
         soon(ordered).unwrap();
@@ -165,8 +165,8 @@ fn law_4_a_stream_is_released_though_the_ranks_own_is_held_up() {
     });
 }
 
-/// Calls that may wait for all that is on the device do so here: to load kernels, to make streams, to get memory and to give
-/// it back. None of them is made by a thread that a collective needs while a stream waits for that.
+/// Driver calls that may wait for all work on the device do so here: those that load kernels, make streams, get memory or give it
+/// back. While a stream waits for a collective, no thread that the collective needs makes such a call.
 #[test]
 fn a_driver_that_waits_for_the_device_holds_up_no_collective() {
     let test = "queues::a_driver_that_waits_for_the_device_holds_up_no_collective";
@@ -175,7 +175,7 @@ fn a_driver_that_waits_for_the_device_holds_up_no_collective() {
         ranks(2, |mut comm| {
             let compute = crate::support::bound(&mut comm, 2);
             let rank = comm.rank();
-            // So much that the pool has no room for what the steps keep in hand.
+            // So much that the pool has no room for the workspace of the steps.
             let most = DeviceBuf::<u8>::zeroed(&compute, (64 << 20) - (248 << 10)).unwrap();
             let [mut grads, more] = [(), ()].map(|()| up(&compute, values(rank, 30_000)));
             let counts = up(&compute, vec![rank as i32 + 1; 100]);
@@ -202,7 +202,7 @@ fn a_driver_that_waits_for_the_device_holds_up_no_collective() {
     });
 }
 
-/// What does not hold with one queue, of which ADR 0015 tells under the names of these tests.
+/// Tests that cannot pass with one queue. ADR 0015 says why, under the names of these tests.
 const NOT_WITH_ONE: [&str; 17] = [
     "blocked::an_abort_returns_at_once_though_the_driver_blocks",
     "blocked::host_operations_of_the_same_rank_go_on_while_the_driver_blocks",
@@ -223,8 +223,8 @@ const NOT_WITH_ONE: [&str; 17] = [
     "stripes::what_has_come_is_reduced_and_goes_back_before_the_rest_has_come",
 ];
 
-/// What is not run again with other queues: tests that choose their queues themselves, two that take a wait away to see that its absence is noticed (a shared
-/// queue may hold up what no wait does), and one that counts calls of the driver, of which there are more where streams hold each other up.
+/// Tests that are not run again with other queues: those that choose their queues themselves, two that take a wait away to see that this is noticed (a
+/// shared queue may hold up what no wait does), and one that counts driver calls, of which there are more where streams hold each other up.
 const NOT_AGAIN: [&str; 6] = [
     "costs::a_small_operation_makes_few_calls",
     "queues::",
@@ -234,8 +234,8 @@ const NOT_AGAIN: [&str; 6] = [
     "one_launch::the_launch_waits_for_the_inputs_of_all_ranks",
 ];
 
-/// What depends most on the order of streams, again in a process whose streams share one queue. With `ALLSTREAM_TEST_FULL=all` all
-/// tests but those of this file, which choose their queues, and those that cannot hold.
+/// Runs the tests that depend most on the order of streams again in a process whose streams share one queue. With
+/// `ALLSTREAM_TEST_FULL=all` it runs all tests but those in [`NOT_AGAIN`] and [`NOT_WITH_ONE`].
 #[test]
 fn the_same_tests_pass_with_one_queue() {
     if is_child() {
@@ -259,9 +259,9 @@ fn the_same_tests_pass_with_one_queue() {
     }
 }
 
-/// All tests once more, where a device has few queues and deals them at random, streams take few pieces of work, and a call that waits for room holds up all
-/// others. What depends most on the order of streams, also where half of the queues are for streams of the highest priority alone, and with
-/// `ALLSTREAM_TEST_FULL=all` with one of the others at a time.
+/// Runs all tests but those in [`NOT_AGAIN`] and [`NOT_WITH_ONE`] with few queues that are dealt at random, a limit of work on a stream, and a lock that a call
+/// holds while it waits for room. The tests that depend most on the order of streams also run with half of the queues reserved for the highest priority, and
+/// with `ALLSTREAM_TEST_FULL=all` with each of the other settings alone.
 #[test]
 fn the_same_tests_pass_however_queues_are_dealt_and_filled() {
     if is_child() || !full() {
@@ -285,7 +285,7 @@ fn the_same_tests_pass_however_queues_are_dealt_and_filled() {
     again("queues dealt by a seed and a depth of 1000", &together, without_some(&NOT_AGAIN));
 }
 
-/// Arguments by which neither these tests are run nor those that cannot hold where queues are few.
+/// Arguments by which these tests, and those in [`NOT_WITH_ONE`], are not run.
 fn without_some<'a>(tests: &[&'a str]) -> Vec<&'a str> {
     NOT_WITH_ONE.iter().chain(tests).flat_map(|test| ["--skip", *test]).collect()
 }

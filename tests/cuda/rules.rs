@@ -27,7 +27,7 @@ fn a_thread_without_a_context_waits_for_an_event() {
     });
 }
 
-/// An interrupt at each event that only streams wait for would be for nobody.
+/// Events that only streams wait for must not be made with `CU_EVENT_BLOCKING_SYNC`: an interrupt at each of them would wake nobody.
 #[test]
 fn events_that_no_host_waits_for_do_not_wake_it() {
     child("rules::events_that_no_host_waits_for_do_not_wake_it", TWO, || {
@@ -70,7 +70,7 @@ fn where_memory_is_tight_the_host_sleeps() {
     });
 }
 
-/// A stream that waits for an operation which peers have not called takes as long behind many such as behind one.
+/// A join takes no longer when its stream already waits for many operations that peers have not called than when it waits for one.
 #[test]
 fn a_join_asks_for_nothing_that_earlier_ones_wait_for() {
     child("rules::a_join_asks_for_nothing_that_earlier_ones_wait_for", &[], || {
@@ -98,7 +98,7 @@ fn a_join_asks_for_nothing_that_earlier_ones_wait_for() {
     });
 }
 
-/// The sum of three of the largest numbers is none of `f16`, but their mean is, whatever is stored on the way.
+/// An `f16` cannot hold the sum of three of the largest numbers, but it can hold their mean, whatever is stored on the way.
 #[test]
 fn averages_of_f16_do_not_overflow_on_devices() {
     child("rules::averages_of_f16_do_not_overflow_on_devices", TWO, || {

@@ -6,7 +6,7 @@ use allstream::{AnyBuf, Buf, Comm, Error};
 
 use crate::support::{bound, child, down, nothing_left, ranks, soon, up, values};
 
-/// Small ones, which are packed, and large ones.
+/// Lengths of the gradients: small ones, which are packed, and large ones.
 const LENS: [usize; 4] = [3, 20_000, 500, 40_000];
 
 fn mean(i: usize, n: usize) -> Vec<f32> {
@@ -18,7 +18,7 @@ fn mean(i: usize, n: usize) -> Vec<f32> {
 fn gradients_on_devices_come_back_there_with_their_means() {
     let variables = [("ALLSTREAM_TEST_CUDA_DEVICES", "2")];
     child("train::gradients_on_devices_come_back_there_with_their_means", &variables, || {
-        // Bound to devices, which reduce them, and not, where they are staged.
+        // Once bound to devices, which reduce the gradients, and once not bound: then these are staged.
         for is_bound in [true, false] {
             ranks(2, |mut comm| {
                 let (stream, rank) = (bound_or_not(&mut comm, is_bound), comm.rank());
@@ -40,7 +40,7 @@ fn gradients_on_devices_come_back_there_with_their_means() {
     });
 }
 
-/// A stream of this rank's device, to which `comm` is bound, or not.
+/// A stream of this rank's device. Binds `comm` to that device if `is_bound`.
 fn bound_or_not(comm: &mut Comm, is_bound: bool) -> DeviceStream {
     if is_bound { bound(comm, 2) } else { DeviceStream::new(&Device::new(comm.rank()).unwrap()).unwrap() }
 }
@@ -80,7 +80,7 @@ fn a_gradient_elsewhere_comes_back_and_places_share_no_bucket() {
     });
 }
 
-/// A rank without a gradient gives memory for one, whatever is in that.
+/// A rank without a gradient gives memory for it, whose contents do not matter.
 #[test]
 fn a_rank_that_has_no_gradient_on_its_device_reduces_zeros() {
     child("train::a_rank_that_has_no_gradient_on_its_device_reduces_zeros", &[], || {
@@ -95,7 +95,7 @@ fn a_rank_that_has_no_gradient_on_its_device_reduces_zeros() {
             let back: Vec<_> = soon(buckets.finish_some(|i, _| memory[i].take().unwrap())).unwrap().collect();
             for (i, grad) in back.into_iter().enumerate() {
                 let half: Vec<f32> = values(i, LENS[i]).iter().map(|x| x / 2.0).collect();
-                // Of the third one no rank has any.
+                // No rank has a gradient for parameter 2.
                 assert!(grad.map(down) == (i != 2).then_some(half), "parameter {i}");
             }
             soon(buckets.close()).unwrap();
@@ -132,7 +132,7 @@ fn joined_steps_follow_each_other_in_the_order_of_the_device() {
                 for (i, grad) in grads.into_iter().enumerate() {
                     assert!(down(grad) == mean(i, 2), "parameter {i}");
                 }
-                // Awaited, by the host.
+                // A step that the host awaits.
                 for (i, len) in LENS.into_iter().enumerate() {
                     buckets.push(i, up(&stream, values(rank + i, len))).unwrap();
                 }

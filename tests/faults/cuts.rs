@@ -1,5 +1,5 @@
-//! A network that fails in one direction only. Hosts are network namespaces of this machine, made by root; where that may not be, the test says so
-//! and is left out.
+//! A network that fails in one direction only. The hosts are network namespaces of this machine, which only root can make. Where they cannot be
+//! made, the test says so on stderr and passes.
 
 use std::collections::BTreeMap;
 use std::io::Write;
@@ -10,11 +10,11 @@ use serde_json::{Value, json};
 
 use crate::harness::{self, Link, Me, Plan, among_others, say, say_error};
 
-/// Ranks on each of two hosts.
+/// The number of ranks on each of the two hosts.
 const HALF: usize = 3;
 const COUNT: usize = 20_000;
 
-/// Sums until some have been taken in a world that is smaller than the first: all that are in it go on together. Or until it may not go on.
+/// Makes sums, and shrinks after each failure. Ends when five sums have succeeded in a world smaller than the first, or when `shrink` fails.
 pub(crate) async fn rank(me: Me) {
     let mut comm = me.connect().await;
     let size = comm.size();
@@ -52,7 +52,7 @@ fn run(line: &str) -> Result<(), String> {
     Err(format!("{line}: {}", String::from_utf8_lossy(&output.stderr)))
 }
 
-/// Two hosts with a cable between them, at 10.213.7.1 and 10.213.7.2.
+/// Two network namespaces, joined by a pair of virtual interfaces with the addresses 10.213.7.1 and 10.213.7.2.
 struct Hosts([String; 2]);
 
 impl Hosts {
@@ -65,7 +65,7 @@ impl Hosts {
             Err("network namespaces are made by root, and this test is run by another".into())
         };
         let left_out = |why: &String| {
-            // Past the test's own output, which is shown for failures only.
+            // Directly to stderr, as the harness shows a test's captured output only if it fails.
             let _ = std::io::stderr().write_all(format!("\nskipped: no two hosts: {why}\n").as_bytes());
         };
         made.inspect_err(left_out).ok().map(|()| hosts)
@@ -91,7 +91,7 @@ impl Drop for Hosts {
     }
 }
 
-/// Nothing that this host sends arrives any more, on the host itself neither (a packet filter): what the ranks said in the end.
+/// Runs a job, and lets a packet filter drop all TCP packets that host `mute` sends, also those to itself. Returns each rank's last report.
 fn cut(mute: usize) -> Option<Vec<Value>> {
     let hosts = Hosts::new()?;
     let of_ranks = (0..2 * HALF).map(|rank| hosts.0[rank / HALF].clone()).collect();
@@ -100,20 +100,19 @@ fn cut(mute: usize) -> Option<Vec<Value>> {
     job.ranks.iter().for_each(|rank| drop(rank.hear("at_work")));
     run(&format!("ip netns exec {} iptables -A OUTPUT -p tcp -j DROP", hosts.0[mute])).unwrap();
     let ends = job.ranks.iter().map(|rank| rank.hear("end")).collect();
-    // Those that are still saying goodbye to somebody who hears nothing are not waited for.
+    // Kills the ranks: some would still wait in `close` for goodbyes that cannot arrive.
     drop(job);
     Some(ends)
 }
 
-/// The other host's ranks go on together. Those whose words are not heard go on together, too, or are told that they are lost; none of them goes on
-/// beside others of its host.
+/// The ranks of the host that is heard go on together. Each rank of the mute host goes on in one other world, or is told that it is lost itself.
 #[test]
 fn a_network_that_fails_in_one_direction_leaves_no_more_worlds_than_hosts() {
     let _turn = among_others();
     let every = if test_support::full() { vec![1, 0] } else { vec![1] };
     for mute in every {
         let Some(ends) = cut(mute) else { return };
-        // Who says that these are the members of its world.
+        // For each list of members: the ranks that report it as their world.
         let mut worlds: BTreeMap<Vec<usize>, Vec<usize>> = BTreeMap::new();
         for (rank, end) in ends.iter().enumerate() {
             println!("host {mute} is mute, rank {rank}: {end}");

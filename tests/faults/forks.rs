@@ -4,7 +4,7 @@ use std::io::Read;
 use std::os::fd::{FromRawFd, IntoRawFd, OwnedFd};
 use std::time::{Duration, Instant};
 
-use allstream::{ArenaBuf, Comm, Error, Message, Node, Rendezvous, Work};
+use allstream::{ArenaBuf, Comm, Error, HostStream, Message, Node, Ordered, Rendezvous, Work};
 use futures::executor::block_on;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, Signal, kill_process, test_kill_process};
@@ -23,6 +23,8 @@ struct Held {
     node: Node,
     lent: ArenaBuf<u32>,
     waiting: Work<Vec<u8>>,
+    stream: HostStream,
+    joined: Ordered<Vec<u8>>,
 }
 
 fn verdict<T>(what: &str, result: Result<T, Error>) -> Value {
@@ -36,7 +38,7 @@ fn verdict<T>(what: &str, result: Result<T, Error>) -> Value {
 /// Everything a child may try, and how each ends; then lets go of what it inherited.
 fn in_child(held: Held) -> Value {
     let rank = held.world.rank();
-    let Held { mut world, mut group, mut local, mut node, lent, waiting } = held;
+    let Held { mut world, mut group, mut local, mut node, lent, waiting, stream, joined } = held;
     let mut ends = vec![
         verdict("Comm::local", Comm::local(2)),
         verdict("Node::local", Node::local(2)),
@@ -59,6 +61,12 @@ fn in_child(held: Held) -> Value {
         verdict("check", world.check()),
         verdict("alloc", world.alloc::<u8>(100)),
         verdict("what was in flight", waiting.wait().map_err(Error::from)),
+        verdict("what a stream waits for", joined.wait().map_err(Error::from)),
+        verdict("a stream", stream.synchronize()),
+        verdict(
+            "a join",
+            group.barrier().join(&stream).map_err(Error::from).and_then(|o| o.wait().map_err(Error::from)),
+        ),
         verdict("close", block_on(local.pop().unwrap().close())),
     ];
     let kept = world.all_reduce(vec![5u8; 3]).wait().unwrap_err().buf;
@@ -66,7 +74,7 @@ fn in_child(held: Held) -> Value {
     world.abort("a child says so");
     world.set_pool_capacity(0);
     let begun = Instant::now();
-    drop((lent, group, local, node, world));
+    drop((lent, group, local, node, world, stream));
     json!({ "ends": ends, "drop_us": begun.elapsed().as_micros() as u64 })
 }
 
@@ -122,19 +130,23 @@ pub(crate) async fn rank(me: Me) {
     let mut lent = world.alloc::<u32>(5000).unwrap();
     lent.fill(7);
     group.barrier().await.unwrap();
-    let waiting = group.recv(vec![0u8; 4], peer);
+    let (waiting, stream) = (group.recv(vec![0u8; 4], peer), HostStream::new("forked").unwrap());
+    let joined = group.recv(vec![0u8; 5], peer).join(&stream).unwrap();
     let (first, second) = local.split_at_mut(1);
     let pair = (first[0].barrier(), second[0].barrier());
     pair.0.await.unwrap();
     pair.1.await.unwrap();
-    let mut all = Some(Held { world, group, local, node, lent, waiting });
+    let mut all = Some(Held { world, group, local, node, lent, waiting, stream, joined });
     let (said, mine) = fork(|| all.take().unwrap());
     say("child", json!({ "said": said }));
     // The parent goes on as if nothing had been.
-    let Held { mut world, mut group, mut local, mut node, mut lent, waiting } = mine.unwrap();
+    let Held { mut world, mut group, mut local, mut node, mut lent, waiting, stream, joined } = mine.unwrap();
     assert!(lent.iter().all(|x| *x == 7), "what the child let go of is in use here");
     group.send(vec![me.rank as u8; 4], peer).await.unwrap();
     assert_eq!(waiting.await.unwrap(), [peer as u8; 4]);
+    group.send(vec![me.rank as u8; 5], peer).await.unwrap();
+    assert_eq!(joined.await.unwrap(), [peer as u8; 5]);
+    stream.synchronize().unwrap();
     lent = world.all_reduce(lent).await.unwrap();
     assert!(lent.iter().all(|x| *x == 14));
     let mut more = group.dup().await.unwrap();

@@ -1,4 +1,4 @@
-//! Strangers at a rank's door disturb nobody.
+//! Strangers that connect to a rank's listening sockets disturb no rank.
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -11,7 +11,7 @@ use crate::harness::{self, Link, Me, Plan, among_others, say};
 
 const SIZE: usize = 3;
 
-/// Reduces until the test says that it is enough: by the file it makes.
+/// Makes all_reduces until the test creates the file `enough`.
 pub(crate) async fn rank(me: Me) {
     let mut comm = me.connect().await;
     say("ready", json!({}));
@@ -36,7 +36,7 @@ pub(crate) async fn rank(me: Me) {
     comm.close().await.unwrap();
 }
 
-/// Where a process listens, by its descriptors and the system's table.
+/// The addresses at which a process listens for TCP: found by comparing its descriptors with the system's table of sockets.
 fn listeners(pid: i32) -> Vec<SocketAddr> {
     let links = std::fs::read_dir(format!("/proc/{pid}/fd")).unwrap().flatten();
     let inode = |e: std::fs::DirEntry| {
@@ -61,7 +61,7 @@ fn listeners(pid: i32) -> Vec<SocketAddr> {
     found
 }
 
-/// Comes with `bytes`; how many bytes were answered before the door closed, or a moment passed.
+/// Connects and sends `bytes`. Returns how many bytes the first answer has; 0 if the connection closes or 200 ms pass without one.
 fn knock(at: SocketAddr, bytes: &[u8]) -> std::io::Result<usize> {
     let mut stream = TcpStream::connect_timeout(&at, Duration::from_secs(2))?;
     stream.set_read_timeout(Some(Duration::from_millis(200)))?;
@@ -70,7 +70,7 @@ fn knock(at: SocketAddr, bytes: &[u8]) -> std::io::Result<usize> {
     Ok(stream.read(&mut answer).unwrap_or(0))
 }
 
-/// Asks for a place with a token that is not the job's.
+/// Asks to join as rank 1 with a wrong token, and expects a refusal.
 fn guess(door: SocketAddr) {
     let begun = Instant::now();
     let place = Rendezvous::tcp(&format!("tcp://{door}"), 1, SIZE).unwrap().token("guessed");
@@ -101,10 +101,10 @@ fn garbage_and_wrong_tokens_disturb_nothing() {
             for bytes in garbage {
                 knock(door, bytes).unwrap();
             }
-            // Some that say nothing, and stay.
+            // Some connections that send nothing and stay open.
             idle.extend((0..20).filter_map(|_| TcpStream::connect(door).ok()));
         }
-        // And one at each door, all at once, that knows the way but not the word.
+        // And at each address, all at once, a stranger that speaks the protocol but does not know the token.
         let guesses: Vec<_> =
             doors.iter().flatten().map(|&door| std::thread::spawn(move || guess(door))).collect();
         guesses.into_iter().for_each(|guess| guess.join().unwrap());

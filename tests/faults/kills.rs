@@ -1,4 +1,4 @@
-//! Law 9: a rank is killed at a random moment of a large all-reduce; every survivor names it, within two seconds.
+//! Law 9: a rank is killed at a random moment of a large collective; every survivor gets an error that names it within two seconds.
 
 use std::time::{Duration, Instant};
 
@@ -13,7 +13,7 @@ const SIZE: usize = 4;
 const BYTES: usize = 128 << 20;
 const LINKS: [Link; 4] = [Link::Shm, Link::Tcp, Link::Mixed, Link::Rdma];
 const ALGOS: [Algo; 4] = [Algo::Direct, Algo::Ring, Algo::RecursiveDoubling, Algo::OneShot];
-/// The iteration in which the victim dies, after these have been measured.
+/// The iteration in which the victim dies. The iterations before show how long one takes.
 const FATAL: u64 = 2;
 
 pub(crate) async fn rank(me: Me) {
@@ -46,7 +46,7 @@ pub(crate) async fn rank(me: Me) {
     say("registered", json!({ "bytes": Comm::local(1).unwrap()[0].stats().registered_bytes }));
 }
 
-/// Makes a call on ones: the result and what is in it; or why there is none, and whether all buffers came back.
+/// Makes a call on buffers of ones. Returns a buffer with the value that each element must have; or the error, and whether all buffers came back.
 async fn once(
     call: Call<'_>,
     name: &str,
@@ -66,7 +66,7 @@ async fn once(
             Ok((work.await.map_err(whole)?, 1))
         }
         "exscan" => {
-            // Rank 0's is unchanged.
+            // Rank 0's buffer stays as it is; on any other rank the expected value is the first element.
             let work = call.exscan(buf);
             called();
             let sum = work.await.map_err(whole)?;
@@ -103,7 +103,7 @@ async fn once(
     }
 }
 
-/// The victim dies before anybody has sent it anything.
+/// The victim dies before the first operation.
 pub(crate) async fn early(me: Me) {
     let mut comm = me.connect().await;
     let (victim, wait) = (me.number("victim"), me.number("wait_ms") as u64);
@@ -152,9 +152,9 @@ struct Outcome {
     slowest: f64,
     /// The longest `close()`, in milliseconds.
     close: u64,
-    /// The victim was still inside the iteration aimed at.
+    /// Whether the victim died within the iteration aimed at.
     hit: bool,
-    /// Survivors that had nothing in flight when they heard, and were told at a later call.
+    /// How many survivors had no operation in flight when they heard of the death, and were told at their next call.
     between: usize,
 }
 
@@ -177,8 +177,8 @@ fn kill(k: &Kill) -> Outcome {
     victim.signal(Signal::KILL);
     let mut outcome = Outcome { slowest: 0.0, close: 0, hit: true, between: 0 };
     for survivor in job.ranks.iter().filter(|r| r.rank != k.victim) {
-        // A survivor may have all it needs of the victim before it dies: it finishes, checks its sum, and is refused at
-        // the next call. There is an operation to name only if one was in flight.
+        // A survivor may have got all that it needs from the victim before the kill. Then its operation succeeds, and its next
+        // call is refused. The error must name an operation only if one was in flight.
         let mut called = f64::INFINITY;
         let said = survivor.hear_also("failed", |earlier| {
             if earlier["event"] == "called" {
@@ -226,7 +226,7 @@ fn kill(k: &Kill) -> Outcome {
     outcome
 }
 
-/// These, one after another, at random moments.
+/// Makes these kills, one after another, and asserts at the end that all went as they must.
 fn kill_all(all: impl IntoIterator<Item = Kill>) {
     let (mut failed, mut slowest, mut close, mut hits, mut count) = (Vec::new(), 0f64, 0, 0, 0);
     for k in all {
@@ -268,7 +268,7 @@ fn survivors_name_the_killed_rank_within_two_seconds_and_leave_nothing() {
     let _alone = alone();
     let mut random = Random::seeded();
     let count = test_support::times(8, 16, 64);
-    // 64 different ones: each victim with each algorithm on each link.
+    // Up to 64 kills, all different: each victim with each algorithm on each link.
     kill_all((0..count).map(|i| Kill {
         link: LINKS[(i + i / 4) % 4],
         call: "all_reduce",
@@ -278,7 +278,7 @@ fn survivors_name_the_killed_rank_within_two_seconds_and_leave_nothing() {
     }));
 }
 
-/// The same over RDMA alone, more often.
+/// The same over RDMA alone; with `ALLSTREAM_TEST_FULL=all` also in an all_to_all.
 #[test]
 fn survivors_over_rdma_name_the_killed_rank_and_nothing_stays_registered() {
     let _alone = alone();
@@ -292,7 +292,7 @@ fn survivors_over_rdma_name_the_killed_rank_and_nothing_stays_registered() {
     }));
 }
 
-/// The same in other collectives, and by other algorithms.
+/// The same in other collectives, and with other algorithms.
 #[test]
 fn survivors_of_any_collective_name_the_killed_rank() {
     let _alone = alone();

@@ -1,5 +1,5 @@
-//! A link may go on writing to what it receives into after the operation has failed: that memory comes back when the link says
-//! that it does not write any more. The links of these tests write when they are told to (`engine/testing/late.rs`).
+//! After an operation has failed, a link may still write to the memory that it receives into. That memory comes back only when the link
+//! says that it will not write any more. In these tests, the test tells the links when to write (`engine/testing/late.rs`).
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -13,9 +13,9 @@ use crate::harness::{self, PATIENCE};
 
 const LEN: usize = 1 << 20;
 const TIMEOUT: Duration = Duration::from_millis(300);
-/// What is written late.
+/// The value of each element that a link writes late.
 const LATE: u32 = 0xeeee_eeee;
-/// Of a buffer that is not dropped yet.
+/// Stands for the count of a buffer that has not been dropped yet.
 const NEVER: usize = usize::MAX;
 
 /// A buffer that says, when it is dropped, how many of its elements were written late.
@@ -37,7 +37,8 @@ impl Drop for Told {
     }
 }
 
-// SAFETY: a Vec's memory does not move with it and is owned by it alone; it stays until the drop of the whole.
+// SAFETY: the memory is that of a `Vec`, which owns it alone and never changes its size here: it stays at its address, with `count` initialised
+// elements, when `Told` moves, until `Told` is dropped.
 unsafe impl HostMemory for Told {
     type Elem = u32;
     fn ptr(&self) -> *const u32 {
@@ -51,7 +52,7 @@ unsafe impl HostMemory for Told {
     }
 }
 
-/// Writes are held back until this goes.
+/// Late writes are held back until this is dropped.
 struct Held;
 
 impl Held {
@@ -67,7 +68,7 @@ impl Drop for Held {
     }
 }
 
-/// What each rank says.
+/// Runs `part` on each of `n` ranks over links of the class `late`. Returns the results by rank.
 fn of_ranks<R: Send + 'static>(n: usize, part: impl Fn(Comm) -> R + Send + Sync + 'static) -> Vec<R> {
     let said = on_threads(worlds(n, "late"), PATIENCE, move |_, comm| part(comm));
     said.into_iter().map(|said| said.unwrap()).collect()
@@ -135,8 +136,8 @@ fn a_message_that_is_received_late_keeps_no_other_rank_s_buffers() {
     assert!((1..=LEN).contains(&late.load(Ordering::SeqCst)), "given up before it was written to");
 }
 
-/// A rank that passes blocks on receives them into memory of its own. Were that given back with the communicator, the late
-/// write would be to no memory: so much is mapped and unmapped by itself.
+/// In a binomial gather, a rank that passes blocks on receives them into scratch memory of its run. If the engine freed that memory together
+/// with the communicator, the late write would crash: the allocator unmaps a block this large as soon as it is freed.
 #[test]
 fn memory_of_a_run_is_kept_as_its_buffers_are() {
     const BLOCK: usize = 9 << 20;
@@ -149,7 +150,7 @@ fn memory_of_a_run_is_kept_as_its_buffers_are() {
         drop(comm);
         (back, late)
     });
-    // Rank 2 has a child, and keeps its block until that has gone on.
+    // Rank 2 receives the block of a child, so its own buffer is kept until the late write has been made.
     assert!(!late[2].0 && late[1].0 && late[3].0);
     drop(held);
     until("the buffer is kept", || late[2].1.load(Ordering::SeqCst) != NEVER);

@@ -1,5 +1,5 @@
-//! A rank whose process has run out of something: descriptors, the size of files, address space. All ranks are told which, and of
-//! which rank, by the limit's name; nobody waits for a deadline.
+//! A rank whose process has reached a limit: of descriptors, of the size of files, of address space. All ranks get an error that names the
+//! limit and the rank, and none of them waits until a deadline.
 
 use std::fs::File;
 use std::time::{Duration, Instant};
@@ -10,9 +10,9 @@ use serde_json::json;
 
 use crate::harness::{Link, Me, Plan, among_others, say, say_error};
 
-/// Ranks where descriptors run out: each has a connection to each other one, and one each way for data.
+/// Number of ranks where descriptors run out. Each has a control connection to each other rank, and one data connection in each direction.
 const SIZE: usize = 5;
-/// How soon all must know.
+/// Within how many seconds all ranks must know.
 const KNOWN: f64 = 8.0;
 
 fn limit(resource: Resource, most: u64) {
@@ -20,7 +20,7 @@ fn limit(resource: Resource, most: u64) {
     setrlimit(resource, Rlimit { current: Some(most), maximum }).unwrap();
 }
 
-/// Takes all descriptors but so many of them, for as long as what is returned lives.
+/// Lowers the limit to 100 descriptors, and opens all of them except `left`. They are closed when the returned files are dropped.
 fn all_but(left: usize) -> Vec<File> {
     limit(Resource::Nofile, 100);
     let mut held: Vec<File> = std::iter::from_fn(|| File::open("/dev/null").ok()).collect();
@@ -28,7 +28,7 @@ fn all_but(left: usize) -> Vec<File> {
     held
 }
 
-/// One rank cannot enter the world.
+/// One rank reaches its limit while it connects, or at the first operation.
 pub(crate) async fn cannot_enter(me: Me) {
     let (limited, victim) = (me.args["limit"].as_str().unwrap().to_owned(), me.number("victim"));
     let begun = Instant::now();
@@ -45,7 +45,7 @@ pub(crate) async fn cannot_enter(me: Me) {
         _ => all_but(me.number("left")),
     };
     let connected = Comm::connect(Rendezvous::from_env().unwrap()).await;
-    // With some descriptors left a world comes together, and its links do not.
+    // With some numbers of descriptors left, the world forms, but its data connections cannot be opened.
     let end = match connected {
         Err(error) => Err(error),
         Ok(mut world) => {
@@ -60,7 +60,7 @@ pub(crate) async fn cannot_enter(me: Me) {
     }
 }
 
-/// What all ranks said: the same of all, none (it went well) or which limit it was.
+/// Runs such a job. Returns each rank's error text, or `None` for a rank whose operation succeeded.
 fn ends(limited: &str, (victim, left): (usize, usize), size: usize, link: Link) -> Vec<Option<String>> {
     let args = json!({ "limit": limited, "victim": victim, "left": left });
     let job = Plan::new("cannot_enter", size, link).args(args).start();
@@ -91,7 +91,7 @@ fn a_rank_that_cannot_enter_the_world_is_named_to_all_with_the_limit() {
     }
 }
 
-/// However many descriptors are left (but for less than it takes to tell anybody), and whatever is the first that cannot be opened.
+/// Whatever number of descriptors is left (from 12 on: with fewer, the rank cannot tell anybody), and so whichever is the first to be missing.
 #[test]
 fn a_rank_without_descriptors_is_told_of_to_all() {
     let _turn = among_others();
@@ -109,7 +109,7 @@ fn a_rank_without_descriptors_is_told_of_to_all() {
     }
 }
 
-/// Descriptors run out, or address space does, when the world has formed.
+/// Descriptors run out once the world has formed.
 pub(crate) async fn runs_out(me: Me) {
     let mut world = me.connect().await;
     world.barrier().await.unwrap();
@@ -128,7 +128,7 @@ pub(crate) async fn runs_out(me: Me) {
     world.close().await.unwrap();
 }
 
-/// Two ranks of this role are told soon that rank 1 has met a limit: its name, and what raises it.
+/// Runs two ranks of this role. Both must be told soon that rank 1 has reached a limit, with the limit's name and the command that raises it.
 fn both_are_told(role: &'static str, link: Link, limit: [&str; 2]) {
     let _turn = among_others();
     let job = Plan::new(role, 2, link).start();
@@ -149,7 +149,7 @@ fn descriptors_that_run_out_are_told_on_both_sides_of_a_connection() {
     both_are_told("runs_out", Link::Tcp, ["RLIMIT_NOFILE", "ulimit -n"]);
 }
 
-/// Room for this rank's own memory, and for no other rank's.
+/// Rank 1 has address space left for its own memory, but not for mapping another rank's.
 pub(crate) async fn no_room_for_peers(me: Me) {
     let mut world = me.connect().await;
     if me.rank == 1 {

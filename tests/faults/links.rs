@@ -9,12 +9,12 @@ use serde_json::json;
 use crate::harness::{Link, Me, Plan, alone, error_of, say, say_error};
 
 const SIZE: usize = 2;
-/// How soon both ranks must know that a connection between them broke.
+/// Within how many seconds both ranks must know that a connection between them broke.
 const KNOWN: f64 = 1.0;
-/// Each way to break a connection, and what is called meanwhile.
+/// The ways to break connections. With "message", a message is under way; otherwise all_reduces.
 const WAYS: [&str; 4] = ["shut down", "reset", "reset in the middle", "shut down under a message"];
 
-/// Sockets of this process: descriptors, and what each is, for a number may be used again.
+/// This process's sockets: each descriptor, with the link text (`socket:[inode]`) that tells it from a later socket with the same number.
 fn sockets() -> Vec<(i32, String)> {
     let open = std::fs::read_dir("/proc/self/fd").unwrap().flatten();
     let socket = |e: std::fs::DirEntry| {
@@ -24,11 +24,11 @@ fn sockets() -> Vec<(i32, String)> {
     open.filter_map(socket).collect()
 }
 
-/// Breaks connections of the engine's from outside, as a fault of the network would. They stay open here.
+/// Breaks these connections of the engine, as a fault of the network would. Their descriptors stay open.
 fn break_all(sockets: &[i32], reset: bool) {
     for &fd in sockets {
-        // SAFETY: the engine keeps its data connections open until it has noticed that they broke, and this thread
-        // neither closes the descriptor nor keeps it.
+        // SAFETY: the engine keeps its data connections open until it has noticed that they broke. This thread does not close the
+        // descriptor, and uses it only in this pass of the loop.
         let fd = unsafe { BorrowedFd::borrow_raw(fd) };
         if reset {
             rustix::net::connect_unspec(fd).unwrap();
@@ -43,20 +43,20 @@ async fn with_connections(world: &mut Comm) -> (Comm, Vec<i32>) {
     let mut comm = world.dup().await.unwrap();
     world.barrier().await.unwrap();
     let before = sockets();
-    // No rank opens the connections of the new communicator before both have looked.
+    // Neither rank opens the new communicator's connections before both have listed their sockets.
     world.barrier().await.unwrap();
     comm.barrier().await.unwrap();
     let peer = 1 - comm.rank();
     let (first, second) = (comm.send(vec![0u8], peer), comm.recv(vec![0u8], peer));
     first.await.unwrap();
     second.await.unwrap();
-    // Both have all now: what was sent has come.
+    // Now both ranks have opened all data connections, as both messages have arrived.
     world.barrier().await.unwrap();
     let data = sockets().into_iter().filter(|one| !before.contains(one)).map(|(fd, _)| fd).collect();
     (comm, data)
 }
 
-/// Calls until a call fails: what it says.
+/// Makes calls until one fails, and returns its error.
 async fn until_it_fails(comm: &mut Comm, way: &str) -> Error {
     loop {
         let rank = comm.rank();
@@ -81,7 +81,7 @@ pub(crate) async fn breaks(me: Me) {
     for way in WAYS {
         let (mut comm, data) = with_connections(&mut world).await;
         if me.rank == 0 {
-            // (The other rank may have closed some by now, as this one has broken them.)
+            // (Only rank 0 looks: on the other rank, rank 0 may have broken some by now, and the engine may have closed those.)
             assert!(data.len() >= 4, "each way, for collectives and for messages: {data:?}");
             let broken = data.clone();
             let break_now = move || {
@@ -108,7 +108,7 @@ pub(crate) async fn breaks(me: Me) {
     say("well", json!({}));
 }
 
-/// Rank 0 is done with a communicator, and its connections are closed; rank 1 calls once more.
+/// Rank 0 drops a communicator, which closes its connections, while rank 1 still makes a call on it.
 pub(crate) async fn leaves_one(me: Me) {
     let mut world = me.connect().await;
     let (mut comm, _) = with_connections(&mut world).await;

@@ -12,13 +12,13 @@ use tracing::{Event, Level, Metadata, Subscriber};
 
 use crate::harness::{self, Link, Me, Plan, alone, say, say_error};
 
-/// How soon a rank must know of a loss, in all its communicators.
+/// Within how many seconds a rank must know of a loss in all its communicators.
 const AT_ONCE: f64 = 0.5;
-/// Communicators that lose a rank at once.
+/// How many communicators lose a rank at the same time.
 const MANY: usize = 200;
 
-/// The last rank dies once all others have said that they are ready for it: that nothing is under way that needs it. Returns on
-/// the others, as soon as their world is dead.
+/// The last rank dies once every other rank has sent it a message, which says that nothing in flight needs it any more. On the other ranks this
+/// returns as soon as their world is dead.
 async fn lose_the_last(world: &mut Comm) {
     let last = world.size() - 1;
     if world.rank() == last {
@@ -33,7 +33,7 @@ async fn lose_the_last(world: &mut Comm) {
     }
 }
 
-/// The ranks of the world but the last.
+/// Splits off a group of all ranks of the world except the last. `None` on the last rank.
 async fn without_the_last(world: &mut Comm) -> Option<Comm> {
     let stays = world.rank() + 1 < world.size();
     world.split_some(stays.then_some(1), 0).await.unwrap()
@@ -47,7 +47,7 @@ pub(crate) async fn leaves(me: Me) {
     let mut group = group.unwrap();
     group.barrier().await.unwrap();
     if me.rank == 2 {
-        // It says why it leaves: for the loss of rank 3, which is nothing to this group.
+        // Its goodbye tells why it leaves: because of the loss of rank 3, which is no member of this group.
         drop((group, world));
         return;
     }
@@ -73,7 +73,7 @@ fn a_rank_that_leaves_after_another_has_died_is_named_at_once() {
     }
 }
 
-/// A rank dies that is in very many communicators, each with a long record.
+/// A rank dies that is a member of very many communicators, each of which has many operations in its flight recorder.
 pub(crate) async fn two_hundred(me: Me) {
     let mut world = me.connect().await;
     let mut all = Vec::new();
@@ -103,7 +103,7 @@ pub(crate) async fn two_hundred(me: Me) {
 #[test]
 fn all_of_two_hundred_communicators_know_of_a_loss_at_once() {
     let _alone = alone();
-    // Whoever is kept from sending heartbeats is lost as well.
+    // With so short a timeout, a rank that is kept from sending heartbeats would be lost as well.
     let plan = Plan::new("two_hundred", 3, Link::Shm).args(json!({ "operations": 100 }));
     let mut job = plan.env("ALLSTREAM_HEARTBEAT_TIMEOUT", "1").start();
     let died = job.ranks.iter().map(|rank| rank.hear("ready")["t"].as_f64().unwrap()).fold(0.0, f64::max);
@@ -123,7 +123,7 @@ fn all_of_two_hundred_communicators_know_of_a_loss_at_once() {
     }
 }
 
-/// Where the flight recorder of a rank's world is written.
+/// The file to which a rank's flight recorder is written, with `extension` in place of `json`.
 fn record_of(directory: &std::path::Path, rank: usize, extension: &str) -> Option<PathBuf> {
     let files = std::fs::read_dir(directory).unwrap().flatten().map(|entry| entry.path());
     let end = format!("-rank{rank}.json");
@@ -131,7 +131,7 @@ fn record_of(directory: &std::path::Path, rank: usize, extension: &str) -> Optio
     found.next().map(|path| path.with_extension(extension))
 }
 
-/// A log that takes nothing more from when it is told to hang: a full disk, a terminal that nobody reads.
+/// A log in which every call blocks while `HANGS` is true, as with a full disk or a terminal that nobody reads.
 struct HangingLog;
 
 static HANGS: AtomicBool = AtomicBool::new(false);
@@ -154,8 +154,8 @@ impl Subscriber for HangingLog {
     fn exit(&self, _: &Id) {}
 }
 
-/// A rank dies when the file system that the recorders go to has stopped answering: nobody reads the pipe in which the
-/// next one would be written. Or what is logged goes nowhere.
+/// A rank dies while the file system to which flight recorders are written hangs: the next file to be written is a pipe that nobody reads.
+/// Or, with `log`, while the log hangs.
 pub(crate) async fn hanging_files(me: Me) {
     let directory = PathBuf::from(std::env::var("ALLSTREAM_TRACE_DIR").unwrap());
     let mut world = me.connect().await;
@@ -185,11 +185,11 @@ pub(crate) async fn hanging_files(me: Me) {
     say("told", json!({}));
     let failed = second.barrier().await.unwrap_err();
     say_error("failed", &failed.error, true);
-    // The ranks that are left miss no heartbeat, and go on.
+    // The remaining ranks do not miss each other's heartbeats, and go on.
     let mut group = group.unwrap();
     tokio::time::sleep(Duration::from_millis(700)).await;
     group.barrier().await.unwrap();
-    // A failure that is found by who drives an operation.
+    // A failure that the thread that drives the operation finds: its deadline.
     if me.rank == 0 {
         let begun = Instant::now();
         let late = group.timeout(Duration::from_millis(200)).barrier().await.unwrap_err();
@@ -238,8 +238,8 @@ fn nobody_is_kept_from_knowing(args: serde_json::Value) {
     }
 }
 
-/// Who closes waits: the functions of its operations, and their wakers, run on its thread or on the progress thread, and never where the
-/// heartbeats are.
+/// While a thread waits in `close`, users' reduction functions run on that thread or on the progress thread, never on the control thread
+/// (`allstream-ctl`), which sends the heartbeats.
 #[test]
 fn closing_runs_nothing_of_the_users_where_heartbeats_are() {
     use std::sync::{Arc, Mutex};

@@ -1,8 +1,8 @@
-//! What goes wrong: ranks that die, stop, disagree, wait for each other, or were never asked.
+//! Faults: ranks that die, stop, call different things, or wait for each other; and strangers that connect without being members.
 //!
-//! Ranks are real processes where it matters: this binary starts itself again, once per rank (`tests/support/faults.rs`).
-//! Everything is bounded in time. `ALLSTREAM_TEST_FULL=1` kills 16 ranks instead of 8, `all` 64; `ALLSTREAM_TEST_SEED` repeats
-//! the moments of an earlier run.
+//! Where it matters, ranks are processes: this binary starts itself again, once per rank (`tests/support/faults.rs`).
+//! Every wait has a time limit. `ALLSTREAM_TEST_FULL=1` kills 16 ranks instead of 8, `all` 64; `ALLSTREAM_TEST_SEED`, set to
+//! the seed that an earlier run printed, kills at the same moments as that run.
 
 mod aborts;
 mod cuts;
@@ -24,7 +24,7 @@ mod values;
 
 use test_support::faults as harness;
 
-/// One rank in a process of its own; which part it plays is in the environment.
+/// One rank in a process of its own. The environment says which role it plays.
 #[test]
 #[ignore = "run by the tests below, once per rank"]
 fn rank() {

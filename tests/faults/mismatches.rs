@@ -1,4 +1,4 @@
-//! Law 5: a disagreement is an error on every rank, which names both calls; never a hang or a wrong answer.
+//! Law 5: if ranks call different things, every rank gets an error that names two calls that differ; there is never a hang or a wrong result.
 
 use std::time::{Duration, Instant};
 
@@ -12,7 +12,7 @@ use crate::others::{self, Other};
 /// What one rank calls.
 #[derive(Clone, Debug)]
 enum Call {
-    /// A collective. Reductions to all are done out of place.
+    /// A collective. An all_reduce is called out of place.
     Collective {
         kind: Kind,
         dtype: DType,
@@ -59,7 +59,7 @@ impl Call {
 struct Case {
     name: &'static str,
     calls: Vec<Call>,
-    /// After the call, if it succeeds: another one (a barrier), or `close()` at once.
+    /// What follows if the call succeeds. `true`: a barrier, then `close()`; `false`: only `close()`.
     next: bool,
 }
 
@@ -94,7 +94,7 @@ fn cases(size: usize) -> Vec<Case> {
             field(name, call((kind, dtype, op, 0, algo), len), call((kind, dtype, op, 1, algo), len));
         }
         if size == 2 {
-            // Each rank thinks that it is the root, or that the other is: nobody waits for anything.
+            // Each rank takes itself for the root, or each the other. So in some of these cases neither rank waits for data.
             for (name, kind) in
                 [("broadcast: both roots", Kind::Broadcast), ("reduce: both roots", Kind::Reduce)]
             {
@@ -126,7 +126,7 @@ fn cases(size: usize) -> Vec<Case> {
     cases
 }
 
-/// What came of a call: its error, whether all buffers came back, whether the input is as it was.
+/// How a call ended: its error, whether all buffers came back, and whether the input is unchanged.
 pub(crate) struct Came(pub(crate) Option<Error>, pub(crate) bool, pub(crate) bool);
 
 async fn make(comm: &mut Comm, call: Call) -> Came {
@@ -165,7 +165,7 @@ async fn make_of<T: allstream::Element + PartialEq>(comm: &mut Comm, call: Call,
     }
 }
 
-/// Runs every case, each on a communicator of its own; what this rank saw.
+/// Runs every case, each on a communicator of its own. Returns how each ended on this rank.
 async fn run(world: &mut Comm) -> Vec<Value> {
     let mut seen = Vec::new();
     for case in cases(world.size()) {
@@ -195,7 +195,7 @@ async fn run(world: &mut Comm) -> Vec<Value> {
             json!({ "place": place, "error": came.0, "buffers": came.1, "unharmed": came.2, "ms": ms }),
         );
     }
-    // The world itself never took part in any of it.
+    // The world's own communicator has made none of these calls, so it still works.
     assert_eq!(world.all_reduce(vec![1i64]).await.unwrap(), [world.size() as i64]);
     seen
 }
@@ -207,7 +207,7 @@ pub(crate) async fn rank(me: Me) {
     world.close().await.unwrap();
 }
 
-/// What is wrong with what the ranks saw, in words.
+/// Describes everything that went wrong on any rank. Also returns the longest time that a case took, in milliseconds.
 fn judge(link: Link, all: &[Vec<Value>]) -> (Vec<String>, u64) {
     let (mut wrong, mut slowest) = (Vec::new(), 0);
     let size = all.len();
@@ -232,7 +232,7 @@ fn judge(link: Link, all: &[Vec<Value>]) -> (Vec<String>, u64) {
                 Some(Error::Mismatch { rank: a, ours, peer: b, theirs, .. }) => {
                     let right = case.calls.get(*a).is_some_and(|c| c.is(ours))
                         && case.calls.get(*b).is_some_and(|c| c.is(theirs));
-                    // The barrier that follows is a call too.
+                    // The error may also name the barrier that follows.
                     let barrier = |s: &Signature| case.next && s.kind == Kind::Barrier as u8;
                     let ours_right = case.calls.get(*a).is_some_and(|c| c.is(ours)) || barrier(ours);
                     let theirs_right = case.calls.get(*b).is_some_and(|c| c.is(theirs)) || barrier(theirs);
@@ -307,10 +307,10 @@ fn every_rank_hears_of_a_mismatch_over_rdma() {
     on_link(Link::Rdma);
 }
 
-/// Rank 1 calls another type, and each rank ends as by a crash as soon as it is told.
+/// Rank 1 calls with another type than the others. As soon as a rank has the error, its process kills itself.
 pub(crate) async fn dies_of_it(me: Me) {
     let mut comm = me.connect().await;
-    // A rank that still waits here is told of it here, where the others have gone on.
+    // A rank that is still in this barrier when the others have left it may get the error here.
     let failed = match (comm.barrier().await, me.rank) {
         (Err(failed), _) => failed.error,
         (Ok(()), 1) => comm.all_reduce(vec![1f32; 1000]).await.unwrap_err().error,

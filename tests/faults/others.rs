@@ -7,7 +7,7 @@ use crate::mismatches::Came;
 /// What one rank calls.
 #[derive(Clone, Debug)]
 pub(crate) enum Other {
-    /// Out of place; `len` elements of one block, where there are several.
+    /// An ordinary collective, out of place. `len`: the elements of a buffer, or of one block if a buffer has several.
     Plain {
         kind: Kind,
         len: usize,
@@ -18,13 +18,13 @@ pub(crate) enum Other {
         kind: Kind,
         counts: Vec<usize>,
     },
-    /// This rank gives so many; the root expects these.
+    /// A gather with a count for each rank: this rank sends `gives` elements, and the root expects `counts`.
     GatherV {
         gives: usize,
         counts: Vec<usize>,
         root: usize,
     },
-    /// This rank gets so many; the root gives these.
+    /// A scatter with a count for each rank: this rank expects `gets` elements, and the root sends `counts`.
     ScatterV {
         gets: usize,
         counts: Vec<usize>,
@@ -39,7 +39,7 @@ pub(crate) enum Other {
         name: &'static str,
         len: usize,
     },
-    /// An all_reduce of so many `f32` and then so many `i32`; or the other way round.
+    /// An all_reduce of a list of `f32` buffers of these lengths and a list of `i32` buffers. `turned`: the `i32` list comes first.
     List {
         floats: Vec<usize>,
         integers: Vec<usize>,
@@ -52,7 +52,7 @@ pub(crate) enum Other {
     },
 }
 
-/// [`Signature::kind`] of a form with a count for each rank.
+/// The bit in [`Signature::kind`] of a form with a count for each rank.
 const VARIED: u8 = 0x80;
 
 impl Other {
@@ -66,7 +66,7 @@ impl Other {
                 let sum: usize = counts.iter().sum();
                 s.kind == *kind as u8 | VARIED && s.count == sum as u64 && s.detail != 0
             }
-            // A rank knows its own counts alone: in a frame stands that of one message.
+            // A rank knows only its own counts, so the signature in a frame has the count of that one message.
             Other::GatherV { root, .. } => s.kind == Kind::Gather as u8 | VARIED && s.root == *root as u32,
             Other::ScatterV { root, .. } => s.kind == Kind::Scatter as u8 | VARIED && s.root == *root as u32,
             Other::AllToAllV { .. } => s.kind == Kind::AllToAll as u8 | VARIED,
@@ -164,7 +164,7 @@ impl Other {
                         Err(f) => Came(Some(f.error), f.buf.is_some(), whole(f.buf.as_ref())),
                     }
                 } else {
-                    // (What those give who are not the root may be gone.)
+                    // (On ranks other than the root, the contents of the buffer may have changed.)
                     match comm.broadcast_bytes(bytes, 0).await {
                         Ok(_) => Came(None, true, true),
                         Err(f) => Came(Some(f.error), f.buf.is_some(), rank != 0 || whole(f.buf.as_ref())),
@@ -184,7 +184,7 @@ fn one<B>(result: Result<B, Failed<B>>) -> Came {
 
 type Both = (Vec<f32>, Vec<f32>);
 
-/// Of a call out of place: the input must be as it was.
+/// How an out-of-place call ended; also checks whether the input is unchanged.
 fn pair(result: Result<Both, Failed<Both>>) -> Came {
     let (error, buffers): (Option<Error>, _) = match result {
         Ok(buffers) => (None, Some(buffers)),
@@ -194,7 +194,7 @@ fn pair(result: Result<Both, Failed<Both>>) -> Came {
     Came(error, buffers.is_some(), whole)
 }
 
-/// What the ranks call that do not agree: a name, what most call, and what rank `odd` calls.
+/// The disagreements to be tried: for each, its name, and what each rank calls. Rank `odd` calls something other than the rest.
 pub(crate) fn disagreements(n: usize, odd: usize, len: usize) -> Vec<(&'static str, Vec<Other>)> {
     let plain = |kind| Other::Plain { kind, len, root: 0 };
     let mut all: Vec<(&'static str, Vec<Other>)> = Vec::new();
@@ -223,7 +223,8 @@ pub(crate) fn disagreements(n: usize, odd: usize, len: usize) -> Vec<(&'static s
     ] {
         field(name, plain(kind), Other::Plain { kind, len: len + 1, root: 0 });
     }
-    // Counts: another sum, and the same in another order. A rank's own is what it thinks.
+    // Disagreements over counts: one with another sum, and one with the same counts in another order. Each rank's own buffer has the
+    // length that its own list of counts says.
     let counts: Vec<usize> = (0..n).map(|r| len + r).collect();
     let more: Vec<usize> = counts.iter().enumerate().map(|(r, c)| c + usize::from(r == 0)).collect();
     let turned: Vec<usize> = counts.iter().rev().copied().collect();
@@ -250,7 +251,7 @@ pub(crate) fn disagreements(n: usize, odd: usize, len: usize) -> Vec<(&'static s
     field("a list and one buffer", common, plain(Kind::AllReduce));
     field("bytes and a broadcast", Other::Bytes { all: false, len }, plain(Kind::Broadcast));
     field("both sorts of bytes", Other::Bytes { all: true, len }, Other::Bytes { all: false, len });
-    // What only two ranks know: the odd one, and rank 0 (or the last, if the odd one is rank 0).
+    // Disagreements that only two ranks can notice: the odd one, and the root, which is rank 0 (or the last rank, if the odd one is rank 0).
     let root = if odd == 0 { n - 1 } else { 0 };
     let expected = vec![len; n];
     let gives = |r| Other::GatherV { gives: len + usize::from(r == odd), counts: expected.clone(), root };

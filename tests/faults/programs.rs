@@ -1,4 +1,4 @@
-//! Programs that block elsewhere, and here end: laws 1, 4 and 10.
+//! Programs that would hang with other libraries, and that end here: laws 1, 4 and 10.
 
 use std::time::{Duration, Instant};
 
@@ -9,12 +9,12 @@ use crate::harness::{self, Link, Me, Plan, SOON, among_others, say};
 
 const SIXTY_FOUR_MB: usize = 16 << 20;
 
-/// Both ranks send 64 MB before they receive: awaited (which cannot work), submitted, and as a batch.
+/// Both ranks send 64 MB before they receive: first they await the send (which cannot work), then they only submit it, then both in a batch.
 async fn send_three_ways(world: &mut Comm) {
     let (me, peer) = (world.rank(), 1 - world.rank());
     let mut comm = world.dup().await.unwrap();
     let begun = Instant::now();
-    // Both have to have sent by then, for which each makes 64 MB first.
+    // Long enough that both ranks have called `send` by then: each first has to fill 64 MB.
     let deadline = Duration::from_secs(3);
     let sent = comm.timeout(deadline).send(vec![me as f32; SIXTY_FOUR_MB], peer).await;
     let failed = sent.unwrap_err();
@@ -23,7 +23,7 @@ async fn send_three_ways(world: &mut Comm) {
     assert!(failed.buf.is_some_and(|b| b.len() == SIXTY_FOUR_MB));
     let Error::Timeout { rank, missing, .. } = &failed.error else { panic!("{}", failed.error) };
     let [one] = &missing[..] else { panic!("{}", failed.error) };
-    // The cause is the first rank's, and everyone's: it names the other one of the two.
+    // Both ranks get the error of the rank whose deadline came first. It names the other rank as the missing one.
     assert_eq!(one.rank, 1 - rank, "{}", failed.error);
     let MissingState::NotMatched { direction, tag: 0, pending, .. } = &one.state else {
         panic!("{}", failed.error)
@@ -32,7 +32,7 @@ async fn send_three_ways(world: &mut Comm) {
     let text = failed.error.to_string();
     let begin = format!("send(f32 x {SIXTY_FOUR_MB}, to rank {} (world rank {0}), tag 0)", one.rank);
     assert!(text.starts_with(&begin) && text.contains("has not made the matching recv"), "{text}");
-    // Both have sent: the error says that there is something to receive.
+    // As both ranks have sent, the error also says which message waits to be received.
     assert_eq!(
         pending.iter().map(|m| (m.root, m.count)).collect::<Vec<_>>(),
         [(0, SIXTY_FOUR_MB as u64)],
@@ -124,14 +124,14 @@ pub(crate) async fn many(me: Me) {
     let begun = Instant::now();
     let mut works = Vec::new();
     for i in 0..8 {
-        // Each rank goes through the communicators from another one on.
+        // Each rank begins with another communicator.
         for c in 0..16 {
             let c = (c + 5 * me.rank) % 16;
             works.push((c, i, comms[c].all_reduce(vec![(c * 8 + i) as f32; 64 << 10])));
         }
     }
     assert_eq!(works.len(), 128);
-    // Nobody looks: they complete all the same. The marker on each communicator says so.
+    // None of the operations has been polled yet, and the engine has started no further threads for them.
     let engine = harness::engine_threads();
     assert!(engine.len() <= 2, "{engine:?}");
     for (c, i, work) in works.into_iter().rev() {
@@ -167,7 +167,7 @@ fn operations_that_nobody_polls_complete() {
             let mut works: Vec<_> = (0..8).map(|i| comm.all_reduce(vec![i as f32; 64 << 10])).collect();
             let last = works.pop().unwrap();
             drop(works);
-            // Without a poll: what `close` waits for is driven by the engine alone.
+            // No `Work` is polled: the engine alone drives the operations that `close` waits for.
             let begun = Instant::now();
             drop(last);
             comm.close().await.unwrap();

@@ -1,4 +1,4 @@
-//! What a lost rank keeps: only buffers that it was lent, and only as long as its process is there to touch them.
+//! Which buffers the loss of a rank keeps from their owner: only those lent to that rank, and only as long as its process exists.
 
 use std::time::{Duration, Instant};
 
@@ -8,17 +8,17 @@ use serde_json::json;
 use crate::harness::{self, Link, Me, PATIENCE, Plan, alone, say};
 
 const LEN: usize = 1 << 20;
-/// Operations behind the one that has begun.
+/// How many operations are queued behind the one that has begun.
 const QUEUED: usize = 10;
 
 /// Rank 1 dies or stops while rank 0 has lent it an arena buffer. Rank 0 says which of its buffers came back.
 pub(crate) async fn rank(me: Me) {
     let mut comm = me.connect().await;
-    // Another communicator, whose operation has lent staging slots.
+    // On this second communicator an operation lends staging slots.
     let mut other = comm.dup().await.unwrap();
     let pids = comm.all_gather(vec![std::process::id()]).await.unwrap();
     if me.rank == 1 {
-        // Its peer has submitted everything: the words below come before this byte.
+        // When this byte comes, rank 0 has submitted all its operations.
         comm.recv(vec![0u8], 0).await.unwrap();
         if me.args["dies"] == true {
             std::process::abort();
@@ -28,7 +28,7 @@ pub(crate) async fn rank(me: Me) {
         std::thread::sleep(PATIENCE);
     }
     let lent = comm.alloc::<f32>(LEN).unwrap();
-    // It lends nothing: the queue holds it back.
+    // The operation on this buffer stays in the queue, so the buffer is not lent.
     let kept_back = comm.alloc::<f32>(LEN).unwrap();
     let slots = other.all_reduce(vec![1f32; LEN]);
     let first = comm.all_reduce(lent);
@@ -36,7 +36,7 @@ pub(crate) async fn rank(me: Me) {
     let last = comm.all_reduce(kept_back);
     let word = comm.send(vec![1u8], 1);
     let start = Instant::now();
-    // A process that still runs would let go of everything at once.
+    // Only then are the communicators aborted: a process that still ran would release everything at once.
     while runs(pids[1]) {
         assert!(start.elapsed() < PATIENCE, "the other rank neither stops nor dies");
         tokio::time::sleep(Duration::from_millis(2)).await;
@@ -54,7 +54,7 @@ pub(crate) async fn rank(me: Me) {
     let took = start.elapsed().as_secs_f64();
     let lent = first.buf.is_some();
     say("failed", json!({ "lent": lent, "queued": back, "last": last, "slots": slots, "took": took }));
-    // Everything comes back in the end: when the other process has exited, or has said that it lets go.
+    // Everything comes back in the end: when the other process has exited, or has said that it reads no more (has hung up).
     let end = Instant::now() + PATIENCE;
     let held = |comm: &allstream::Comm| {
         let stats = comm.stats();

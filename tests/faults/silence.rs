@@ -1,4 +1,4 @@
-//! Laws 4 and 9: a rank that is stopped, and one that never calls.
+//! Laws 4 and 9: a rank whose process is stopped, and a rank that never makes the call.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use crate::harness::{self, Link, Me, Plan, SOON, among_others, say, say_error};
 const SIZE: usize = 3;
 const LEN: usize = 256 << 10;
 
-/// All ranks reduce in a loop; the victim stops itself before the third call (or an earlier one), or the test stops it whenever it likes.
+/// All ranks make all_reduces in a loop. The victim stops itself before the third call (or before call `at`), or the test stops it at any time.
 pub(crate) async fn stopped(me: Me) {
     let mut comm = me.connect().await;
     let (victim, itself) = (me.number("victim"), me.args["itself"] == true);
@@ -41,8 +41,8 @@ pub(crate) async fn stopped(me: Me) {
     let _ = comm.close().await;
 }
 
-/// All ranks reduce buffers that peers write to, until the victim is stopped. Once the others have failed they take new memory
-/// for such buffers, and look at it when the victim has been woken.
+/// All ranks reduce buffers that peers write to in place, until the test stops the victim. After its call has failed, each other rank allocates
+/// new such buffers, and checks them when the victim has been woken.
 pub(crate) async fn stopped_with_loans(me: Me) {
     let mut comm = me.connect().await;
     let mut buf = comm.alloc::<f32>(4 * LEN).unwrap();
@@ -60,7 +60,7 @@ pub(crate) async fn stopped_with_loans(me: Me) {
                     .collect();
                 say_error("failed", &failed.error, failed.buf.is_some());
                 drop(failed);
-                // Long enough for the victim to be woken, and to go on with what it was at.
+                // Long enough for the victim to be woken and to continue where it was stopped.
                 tokio::time::sleep(Duration::from_secs(2)).await;
                 let whole = kept.iter().all(|buf| buf.iter().all(|x| *x == 7.0));
                 say("looked", json!({ "whole": whole }));
@@ -71,7 +71,8 @@ pub(crate) async fn stopped_with_loans(me: Me) {
     let _ = comm.close().await;
 }
 
-/// Stops `victim`; what the others said about it, and how long it took them. Wakes it again and sees it end.
+/// Runs a job and stops `victim`. Then wakes the victim and waits until all ranks have ended. Returns the other ranks' errors, each with the
+/// time in seconds from the stop to the error.
 fn stop(link: Link, victim: usize, args: serde_json::Value, heartbeat: &str) -> Vec<(Error, f64)> {
     let itself = args["itself"] == true;
     let plan = Plan::new("stopped", SIZE, link).args(args).env("ALLSTREAM_HEARTBEAT_TIMEOUT", heartbeat);
@@ -119,7 +120,7 @@ fn a_stopped_rank_is_found_by_heartbeat() {
     }
 }
 
-/// As soon as it has connected: the others have heard that it has, and wait no longer than for any other.
+/// A rank that stops right after it has connected is noticed as soon as any other, as the others have heard that it has connected.
 #[test]
 fn a_rank_that_stops_as_soon_as_it_has_connected_is_found_by_heartbeat() {
     let _turn = among_others();
@@ -132,13 +133,13 @@ fn a_rank_that_stops_as_soon_as_it_has_connected_is_found_by_heartbeat() {
     }
 }
 
-/// All ranks reduce, for as long as the test says.
+/// All ranks make broadcasts until the time that the test has set.
 pub(crate) async fn reduces(me: Me) {
     let mut comm = me.connect().await;
     let timeout = Duration::from_secs_f64(me.args["timeout"].as_f64().unwrap());
     for i in 0.. {
         say("start", json!({ "i": i }));
-        // All end together: rank 0 says when.
+        // Rank 0 decides when all ranks end.
         let goes_on = u8::from(harness::now() < me.args["until"].as_f64().unwrap());
         match comm.timeout(timeout).broadcast(vec![goes_on], 0).await {
             Ok(said) if said == [1] => {}
@@ -154,8 +155,8 @@ pub(crate) async fn reduces(me: Me) {
     say("well", json!({}));
 }
 
-/// A job that is stopped as a whole for longer than its heartbeat, and than its operations may take, goes on, however its ranks are
-/// woken: all stood still, none was silent.
+/// A job whose processes are all stopped, for longer than the heartbeat timeout and the time limit of its operations, goes on after they are
+/// woken, one after another: no rank takes the pause of all for the silence of one.
 #[test]
 fn a_job_that_is_stopped_as_a_whole_goes_on() {
     let _turn = among_others();
@@ -190,8 +191,8 @@ fn a_stopped_rank_is_found_by_the_deadline() {
     }
 }
 
-/// A rank may be stopped while it writes to what others have lent it, and go on when all is long over. What it may write to
-/// is not used again.
+/// A rank may be stopped while it writes to memory that others have lent it, and continue long after their operations have failed. Until then
+/// the memory that it may write to is not used for anything else.
 #[test]
 fn a_stopped_rank_that_wakes_writes_to_nobodys_memory() {
     let _turn = among_others();
@@ -221,7 +222,7 @@ fn a_stopped_rank_that_wakes_writes_to_nobodys_memory() {
     }
 }
 
-/// Rank 1 makes two calls fewer than the others, until it is told.
+/// Rank 1 makes the third call so late that the others time out first; its call then fails with their error.
 pub(crate) async fn never_calls(me: Me) {
     let mut comm = me.connect().await;
     comm.barrier().await.unwrap();
@@ -271,7 +272,7 @@ fn threads_too_name_the_one_that_never_calls() {
     }
 }
 
-/// Rank 0 does not call, rank 1 waits for it, and is stopped until long after its deadline.
+/// Rank 0 does not call. Rank 1 waits for rank 0, and is stopped until long after its own deadline.
 pub(crate) async fn wakes(me: Me) {
     let mut comm = me.connect().await;
     comm.barrier().await.unwrap();

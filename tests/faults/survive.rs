@@ -1,4 +1,4 @@
-//! Ranks are killed, and those that are left go on together: `Comm::shrink`.
+//! Ranks are killed, and the survivors go on together in a smaller communicator: `Comm::shrink`.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -12,7 +12,7 @@ use crate::harness::{Job, Link, Me, PATIENCE, Plan, Random, alone, assert_no_new
 /// Elements of each buffer: several frames on every link.
 const COUNT: usize = 50_000;
 
-/// Takes sums until as many ranks as `left` says have taken some together. After each failure the survivors shrink.
+/// Makes sums until five have succeeded among no more than `left` ranks. After each failure the survivors call `shrink`.
 pub(crate) async fn rank(me: Me) {
     let left = me.number("left");
     let mut comm = me.connect().await;
@@ -42,14 +42,14 @@ pub(crate) async fn rank(me: Me) {
     comm.close().await.unwrap();
 }
 
-/// Kills ranks at random moments until so many are left, which end well. What every rank has said agrees.
+/// Kills ranks at random moments until `left` are alive. Those must end well, and the reports of all ranks, also of the dead, must agree.
 fn kill_until(left: usize, n: usize, link: Link, random: &mut Random) {
     let plan = Plan::new("survives", n, link).args(json!({ "left": left }));
     let Job { mut ranks, traces } = plan.start();
     ranks.iter().for_each(|rank| drop(rank.hear("at_work")));
     let mut dead = Vec::new();
     while ranks.len() > left {
-        // Often before the survivors of the last death have gone on, which takes them some milliseconds.
+        // The next death often comes before the survivors of the last one have shrunk, which takes some milliseconds.
         std::thread::sleep(Duration::from_secs_f64(random.fraction().powi(3) * 0.02));
         let victim = ranks.swap_remove((random.fraction() * ranks.len() as f64) as usize);
         victim.signal(Signal::KILL);

@@ -1,4 +1,4 @@
-//! Values that no correct rank sends.
+//! Invalid values, which no correct rank sends.
 
 use std::time::Duration;
 
@@ -6,11 +6,11 @@ use allstream::{Comm, Error, HostMemory};
 
 use crate::harness::{Link, alone, on_threads, world};
 
-/// Bytes that say that they are bools. Nobody looks at them as such here.
+/// Bytes that pose as bools. Nothing on this rank reads them as bools.
 struct Lies(Vec<u8>);
 
-// SAFETY: memory of a vector, which does not move while it is not changed. That the bytes are bools is what this breaks, on
-// purpose: the sender only copies them.
+// SAFETY: the memory is that of a vector, which keeps its address and length as long as the vector is not changed. The promise that its elements
+// are valid bools is broken on purpose: the sender's engine only copies the bytes, and reads none of them as a `bool`.
 unsafe impl HostMemory for Lies {
     type Elem = bool;
     fn ptr(&self) -> *const bool {
@@ -24,10 +24,10 @@ unsafe impl HostMemory for Lies {
     }
 }
 
-/// What copies: reductions read any byte as a bool, and give true bools.
+/// Calls that copy values. (Reductions accept any byte as a bool, and their results are valid bools.)
 const CALLS: [&str; 4] = ["broadcast", "gather", "all_to_all", "message"];
 
-/// Rank 0 sends values that are none; rank 1 receives them. What rank 1 is told.
+/// Rank 0 sends bytes that are no bools, and rank 1 receives them. Returns this rank's error.
 async fn call(comm: &mut Comm, what: &str, count: usize) -> Option<Error> {
     let rank = comm.rank();
     let (lies, truth) = (|| Lies(vec![2; count]), || vec![true; count]);
@@ -38,7 +38,7 @@ async fn call(comm: &mut Comm, what: &str, count: usize) -> Option<Error> {
         ("gather", 0) => soon.gather(lies(), 1).await.map(drop).err().map(Error::from),
         ("gather", _) => soon.gather(truth(), 1).await.map(drop).err().map(Error::from),
         ("all_to_all", 0) => {
-            // Its own block is true: else this rank could be the first to find a lie, and blame the other.
+            // Rank 0's block for itself is valid: else rank 0 could be the first to find an invalid byte, and blame rank 1.
             let sent = Lies([vec![1; count], vec![2; count]].concat());
             let into = Lies(vec![0; 2 * count]);
             soon.all_to_all_into(sent, into).await.map(drop).err().map(Error::from)

@@ -1,20 +1,20 @@
-//! How values are combined, and what must come of it.
+//! The reductions that tests use, and the results that they must have.
 
 use allstream::plan::{deterministic, keeps_rank_order};
 use allstream::{Algo, Call, DType, Function, Kind, ReduceOp};
 
 use crate::values::{Value, mix};
 
-/// A reduction: one of the engine's, a sum of scaled inputs, or a function of ours.
+/// A reduction: one of the engine's, a sum of scaled inputs, or a function that the tests define.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Combine {
     Op(ReduceOp),
     /// The sum of each rank's input times [`factor`].
     Scaled,
-    /// A function: the bits, added. It commutes; a contribution that is missing or there twice shows.
+    /// A function that adds the bits as integers. It commutes. A contribution that is missing or counted twice changes the result.
     Bits,
-    /// A function: maps `x -> a x + b`, one after the other, `a` and `b` being half of the bits each. It is
-    /// associative and does not commute: any other order than that of ranks shows.
+    /// A function that composes maps `x -> a x + b`, where `a` and `b` are half of the bits each. It is associative and does
+    /// not commute, so any order but that of ranks changes the result.
     Maps,
 }
 
@@ -30,7 +30,7 @@ impl Combine {
         all
     }
 
-    /// Whether it is defined on a type.
+    /// Whether the reduction is defined on this type.
     pub fn supports(self, dtype: DType) -> bool {
         match self {
             Combine::Op(op) => op.supports(dtype),
@@ -39,13 +39,13 @@ impl Combine {
         }
     }
 
-    /// Whether it is defined in a collective.
+    /// Whether the reduction is defined in this collective.
     pub fn fits(self, kind: Kind) -> bool {
         !(self == Combine::Op(ReduceOp::Avg) && kind.is_scan())
     }
 
-    /// Whether it goes by an algorithm that is named, on a type if that is known: functions that do not commute want the order of ranks, and
-    /// averages of 8-bit floats are added in one step.
+    /// Whether a call may name this algorithm for the reduction (`dtype`: if the type is known). Functions that do not commute need an algorithm
+    /// that keeps rank order, and averages of 8-bit floats one that adds all inputs in one step.
     pub fn goes_by(self, dtype: Option<DType>, (kind, algo): (Kind, Algo)) -> bool {
         let eights = dtype.is_some_and(DType::is_float8);
         match self {
@@ -70,7 +70,7 @@ impl Combine {
         matches!(self, Combine::Op(ReduceOp::Min | ReduceOp::Max) | Combine::Bits | Combine::Maps)
     }
 
-    /// The option of a call.
+    /// Adds the reduction to a call's options.
     pub fn option<T: Value>(self, call: Call<'_>, rank: usize) -> Call<'_> {
         match self {
             Combine::Op(op) => call.op(op),
@@ -85,21 +85,21 @@ impl Combine {
         match self {
             Combine::Op(op) => T::make(Some(op), special, h, all),
             Combine::Scaled => T::make(Some(ReduceOp::Sum), false, h, all),
-            // Maps of odd factors can be told apart, however many follow each other.
+            // With an odd `a` a map loses no bits, so different maps stay different, however many follow.
             Combine::Bits | Combine::Maps => value(h | 1),
         }
     }
 
-    /// What takes part of what `rank` gives.
+    /// What `rank` contributes to the reduction where its input is `x`.
     pub(crate) fn scaled<T: Value>(self, rank: usize, x: T) -> T {
         match self {
-            // (Twice is exact, and three times is rounded once.)
+            // (x + x is exact, and adding x again rounds once, as one multiplication by 3 does.)
             Combine::Scaled if factor(rank) > 1 => T::fold(ReduceOp::Sum, &[x; 3][..factor(rank)]),
             _ => x,
         }
     }
 
-    /// All of one column, from the left.
+    /// Reduces the inputs of one element, from the left.
     pub fn fold<T: Value>(self, column: &[T]) -> T {
         match self {
             Combine::Op(op) => T::fold(op, column),
@@ -109,11 +109,11 @@ impl Combine {
         }
     }
 
-    /// Nearly what the fold of numbers is, and how far from it one may be that is computed in another order.
+    /// The result computed in `f64`, and how far from it a result may be that was computed in another order.
     pub(crate) fn near<T: Value>(self, column: &[T], (eps, tiny): (f64, f64)) -> (f64, f64) {
         let n = column.len() as f64;
         let wide = || column.iter().map(|x| x.wide());
-        // Each of n operations is off by half of eps, and the exact one here by less than the rest.
+        // Each of the n operations rounds by at most half of eps. The remaining quarter is for the rounding of the `f64` result here.
         let (exact, size) = match self {
             Combine::Op(ReduceOp::Prod) => (wide().product::<f64>(), wide().product::<f64>().abs()),
             Combine::Op(ReduceOp::Avg) => (wide().sum::<f64>() / n, wide().map(f64::abs).sum::<f64>() / n),
@@ -133,7 +133,7 @@ pub(crate) fn maps_in_turn<T: Value>() -> Function<T> {
     Function::ordered("one map after the other", each(maps::<T>))
 }
 
-/// Element by element.
+/// Applies `f` element by element.
 fn each<T: Value>(f: fn(T, T) -> T) -> impl Fn(&mut [T], &[T]) + Send + Sync + 'static {
     move |left, right| left.iter_mut().zip(right).for_each(|(l, r)| *l = f(*l, *r))
 }
@@ -156,7 +156,7 @@ fn maps<T: Value>(left: T, right: T) -> T {
     value(a.wrapping_mul(c) & mask | (c.wrapping_mul(b).wrapping_add(d) & mask) << half)
 }
 
-/// So many elements for each rank: some none, all different.
+/// A count of elements for each rank: some are 0, most differ from each other.
 pub fn counts(seed: u64, n: usize, len: usize) -> Vec<usize> {
     let one = |rank: usize| {
         let h = mix(&[seed, rank as u64, 31]);

@@ -1,4 +1,4 @@
-//! What ranks put in, and the reductions of it.
+//! The inputs of ranks, and the reductions of these inputs.
 
 use std::ops::Range;
 
@@ -9,22 +9,22 @@ use crate::values::{MOST, Value, mix};
 #[derive(Clone, Copy, Debug)]
 pub struct Inputs {
     pub seed: u64,
-    /// With NaN, infinities and zeros among them.
+    /// Whether there are NaN, infinities and zeros among them.
     pub special: bool,
-    /// `None`: any bits, to be copied.
+    /// `None`: any bits, which are only copied.
     pub op: Option<Combine>,
-    /// Each result is one fold over all ranks in their order, so that floats are known to the bit.
+    /// Each result is one fold over all ranks in rank order, so that results of floats are known to the bit.
     pub in_rank_order: bool,
 }
 
 /// What a reduction (of all blocks) must be.
 pub struct Expected<T> {
     pub values: Vec<T>,
-    /// Where the order is free: the nearly exact result and how far one may be off. Empty: to the bit.
+    /// If the order is not fixed: the nearly exact result, and how far a value may be from it. Empty: values must agree to the bit.
     pub near: Vec<(f64, f64)>,
 }
 
-/// What a rank puts in: `count` elements.
+/// The input of a rank: `count` elements.
 pub(crate) fn of_rank<T: Value>(of: Inputs, rank: usize, count: usize) -> Vec<T> {
     let seed = mix(&[of.seed, rank as u64]);
     let own = |i| {
@@ -57,7 +57,7 @@ pub(crate) fn reductions<T: Value>(
             let column = &column[ranks.clone()];
             expected.values.push(op.fold(column));
             if let Some(rounds) = rounds {
-                // (There is one order of two.)
+                // (Two inputs can be added in one order only, as addition commutes.)
                 let near = if column.len() > 2 { op.near(column, rounds) } else { (0.0, 0.0) };
                 expected.near.push(near);
             }
@@ -66,7 +66,7 @@ pub(crate) fn reductions<T: Value>(
     expected
 }
 
-/// Compares bits; where the order is free, finite results are compared as numbers.
+/// Compares bits. Where the order is not fixed, finite results are compared as numbers.
 pub(crate) fn compare<T: Value>(
     name: &str,
     got: &[T],
@@ -81,7 +81,7 @@ pub(crate) fn compare<T: Value>(
             return false;
         }
         match near.get(*i) {
-            // Zeros (of nothing but zeros) have a sign, and what is not finite has one form.
+            // Compared by bits all the same: results of at most two inputs (tolerance 0), and what is not finite, which has one form only.
             Some((exact, off)) if expected[*i].wide().is_finite() && *off > 0.0 => {
                 let far = (got[*i].wide() - exact).abs();
                 far.is_nan() || far > *off
@@ -104,7 +104,7 @@ pub(crate) fn compare<T: Value>(
     }
 }
 
-/// Of all bits of some values, in order.
+/// A hash of all bits of these values, in order.
 pub(crate) fn hash<T: Value>(values: &[T]) -> u64 {
     let each = |h: u64, v: &T| (h ^ v.bits()).wrapping_mul(0x0000_0100_0000_01b3).rotate_left(23);
     values.iter().fold(0xcbf2_9ce4_8422_2325, each)

@@ -1,4 +1,4 @@
-//! What elements hold, and what a reduction of them is: the rules of `allstream_kernels`, written once more.
+//! The values of test elements and their reductions: the rules of `allstream_kernels`, written a second time.
 
 use std::ops::Range;
 
@@ -10,7 +10,7 @@ use crate::inputs::{self, Expected, Inputs};
 /// The most ranks of a world.
 pub const MOST: usize = 16;
 
-/// Thoroughly mixed bits of some numbers (SplitMix64).
+/// Mixes the bits of some numbers into one (SplitMix64).
 pub fn mix(parts: &[u64]) -> u64 {
     parts.iter().fold(0x5eed, |x, part| {
         let mut x = x ^ part.wrapping_mul(0x9e37_79b9_7f4a_7c15);
@@ -20,18 +20,18 @@ pub fn mix(parts: &[u64]) -> u64 {
     })
 }
 
-/// An element type, to the tests.
+/// An element type, with what the tests need of it.
 pub trait Value: Element {
-    /// Twice the unit roundoff, and the least number above 0, where there is rounding.
+    /// Twice the unit roundoff, and the least number above 0; `None`: the type does not round.
     const ROUNDS: Option<(f64, f64)>;
-    /// A value for a reduction (`None`: any bits, to be copied) from random bits of its own (`h`), and from some that
-    /// the values of all ranks at this place share (`all`). `special`: also NaN, infinities, zeros.
+    /// Makes a value for a reduction (`None`: any bits, which are only copied) from random bits: `h` are this value's own, and
+    /// `all` are the same for all ranks at this place. `special`: NaN, infinities and zeros may come too.
     fn make(op: Option<ReduceOp>, special: bool, h: u64, all: u64) -> Self;
-    /// The finished reduction, from the left.
+    /// Reduces the values from the left, and divides by their number for an average.
     fn fold(op: ReduceOp, values: &[Self]) -> Self;
-    /// All there is to it.
+    /// All bits of the value.
     fn bits(self) -> u64;
-    /// As a number, where there is rounding.
+    /// The value as an `f64`; used only for types that round.
     fn wide(self) -> f64;
     /// See [`inputs::of_rank`].
     fn inputs(of: Inputs, rank: usize, count: usize) -> Vec<Self>;
@@ -47,7 +47,7 @@ pub trait Value: Element {
     fn maps_in_turn() -> Function<Self>;
 }
 
-/// The methods that a generic function of this crate does, so that it is compiled here for each type.
+/// The methods that only call a generic function of this crate, so that it is compiled here, for each type.
 macro_rules! compiled_here {
     () => {
         fn inputs(of: Inputs, rank: usize, count: usize) -> Vec<Self> {
@@ -119,7 +119,7 @@ impl Value for bool {
     compiled_here!();
     const ROUNDS: Option<(f64, f64)> = None;
     fn make(op: Option<ReduceOp>, _: bool, h: u64, _: u64) -> bool {
-        // So that "and" and "or" of many are neither always true nor always false.
+        // Mostly true for "and", mostly false for "or", so that the result over many ranks is sometimes true and sometimes false.
         match op {
             Some(ReduceOp::Prod | ReduceOp::Min | ReduceOp::BitAnd) => !h.is_multiple_of(8),
             Some(ReduceOp::Sum | ReduceOp::Max | ReduceOp::BitOr) => h.is_multiple_of(8),
@@ -163,7 +163,7 @@ macro_rules! floats {
                         2 => return $ends[1],
                         3..=6 => return from(-0.0),
                         7..=10 => return from(0.0),
-                        // (What a product loses below the least number, later factors would enlarge.)
+                        // (Not for products: if one underflows, later factors would enlarge the error.)
                         11 if op != ReduceOp::Prod => return $t::from_bits(1 + (h >> 32) as $bits % 7),
                         _ => {}
                     }
@@ -194,7 +194,7 @@ macro_rules! floats {
                     _ => unreachable!("no bits of floats"),
                 };
                 let folded = from(folded.expect("a rank"));
-                // (Without infinities, what is too large is NaN only now.)
+                // (In a type without infinities, a result that is too large becomes NaN only in the conversion.)
                 if folded.is_nan() { $t::from_bits($nan) } else { folded }
             }
             fn bits(self) -> u64 {
@@ -207,16 +207,16 @@ macro_rules! floats {
     )*};
 }
 
-/// Infinities, or what there is instead: the ends of a type's range would make the order matter.
+/// The infinities of a float type. (The largest finite numbers would make the result depend on the order.)
 macro_rules! ends {
     ($t:ident) => {
         [$t::INFINITY, $t::NEG_INFINITY]
     };
 }
 
-// The type; what it is computed in; its bits; NaN; infinities; the largest factor of products, such that a product of
-// all ranks is a number, whatever is rounded; twice the unit roundoff; the least number; to and from what it is
-// computed in.
+// Columns: the type; the type that it is computed in; the type of its bits; the bits of NaN; the infinities, or NaNs; the largest
+// factor of products, so small that the product over all ranks stays finite in spite of rounding; twice the unit roundoff; the
+// least number above 0; the conversions to and from the type that it is computed in.
 floats! {
     f16 as f32, u16, 0x7e00, ends!(f16), 1.5, 1.0 / 1024.0, 6e-8, |x| x.to_f32(), f16::from_f32;
     bf16 as f32, u16, 0x7fc0, ends!(bf16), 1.5, 1.0 / 128.0, 1e-40, |x| x.to_f32(), bf16::from_f32;

@@ -1,4 +1,4 @@
-//! One case of conformance: a call on every rank, and what every rank must then have.
+//! One case of the conformance tests: a call on every rank, and what every rank must have afterwards.
 
 use std::any::Any;
 use std::fmt;
@@ -14,7 +14,7 @@ use test_oracle::inputs::{Expected, Inputs};
 
 use super::values::{Value, mix, typed};
 
-/// Makes a call with the options of the case, and awaits it as the case says.
+/// Makes a call with the options of the case, and awaits it in the way that the case names.
 macro_rules! call {
     ($run:ident, $call:ident, $made:expr) => {{
         let work = {
@@ -41,13 +41,13 @@ pub enum What {
     Messages(Talk),
 }
 
-/// Which of the forms of a call.
+/// The form of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Form {
     InPlace,
     Into,
     New,
-    /// The same with a count for each rank.
+    /// The three forms above, with a count for each rank.
     InPlaceV,
     IntoV,
     NewV,
@@ -82,7 +82,7 @@ impl Form {
         }
     }
 
-    /// Whether a collective has it.
+    /// Whether this collective has a call of this form.
     pub fn is_of(self, kind: Kind) -> bool {
         match (kind, self) {
             (Kind::Barrier, form) => form == Form::InPlace,
@@ -102,7 +102,7 @@ impl Form {
         matches!(self, Form::InPlaceV | Form::IntoV | Form::NewV)
     }
 
-    /// Whether its plan works in place.
+    /// Whether a call of this form has a plan that works in place.
     pub fn in_place(self, kind: Kind) -> bool {
         match self {
             Form::List => matches!(kind, Kind::AllReduce | Kind::Broadcast | Kind::Reduce),
@@ -114,31 +114,31 @@ impl Form {
 /// How messages are exchanged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Talk {
-    /// Round the ring, two tags that cross, submitted first and awaited then.
+    /// For each distance: two messages to the rank that far ahead, received in the other order by their tags. All are submitted before any is awaited.
     Shift,
-    /// Between all, in one batch.
+    /// Between all ranks, in one batch.
     Batch,
-    /// To one and from another at once.
+    /// To one rank and from another at the same time.
     Both,
-    /// The same tag several times over, all sends awaited before the first receive where they are small.
+    /// Several messages with the same tag. If they are small, all sends are awaited before the first receive.
     Queue,
 }
 
-/// How the end is awaited.
+/// How the end of a call is awaited.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Await {
     /// `.wait()`.
     Wait,
     /// As a future.
     Poll,
-    /// After a barrier that was called later, if it is a collective.
+    /// Collectives: by `.wait()`, after the end of a barrier that was called later. Messages: like `Poll`.
     Later,
 }
 
 #[derive(Clone, Copy, Debug)]
 pub struct Case {
     pub what: What,
-    /// Elements; of one block, where there are several.
+    /// Elements of a buffer; if it has several blocks, of one block.
     pub len: usize,
     pub dtype: DType,
     pub op: Combine,
@@ -147,26 +147,26 @@ pub struct Case {
     pub end: Await,
     pub seed: u64,
     pub timeout: Duration,
-    /// There is no such plan, or it keeps not what the reduction asks for: the call must be refused.
+    /// The call must be refused, because there is no such plan, or the plan does not keep the order that the reduction needs.
     pub refused: bool,
 }
 
 /// What a rank saw, to be compared with what the others saw.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Seen {
-    /// Of what all must have alike.
+    /// Hash of what must be equal on all ranks.
     Hash(u64),
     /// When this rank entered and left a barrier.
     Stay(u64, u64),
     Nothing,
 }
 
-/// Why a case did not come out as it must.
+/// Why a case failed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Wrong {
-    /// Everything ended as it should, and left other values than it must. The next case can be tried.
+    /// Every operation succeeded, but some values are wrong. The next case can still be run.
     Values(String),
-    /// An operation failed, or a copy, or there was no memory. What comes after it means nothing.
+    /// An operation or a copy failed, or there was no memory. Results of later cases mean nothing.
     Failed(String),
 }
 
@@ -191,7 +191,7 @@ impl fmt::Display for Wrong {
     }
 }
 
-/// What ranks have seen of one case must go together.
+/// Checks that what all ranks saw of one case agrees.
 pub fn agree(all: &[Seen]) -> Result<(), String> {
     let mut stays = Vec::new();
     for (rank, seen) in all.iter().enumerate() {
@@ -214,10 +214,10 @@ pub fn agree(all: &[Seen]) -> Result<(), String> {
     }
 }
 
-/// How many ranks have had it, and the expected result.
+/// How many ranks have taken the expected result, and the result itself.
 type Slot = (usize, Option<Arc<dyn Any + Send + Sync>>);
 
-/// The expected result of cases, computed by the rank that needs it first, and dropped after the last.
+/// The expected results of cases. Each is computed by the first rank that needs it, and dropped once the last rank has taken it.
 pub struct Oracle {
     users: usize,
     slots: Vec<Mutex<Slot>>,
@@ -232,8 +232,8 @@ struct Stay {
 }
 
 impl Stay {
-    /// Waits until all other `users` have called the barrier, and then for as long as one that does not wait for this rank needs
-    /// to leave: at most [`LATE`], and no longer than until one has left.
+    /// Waits until all other `users` have called the barrier, then [`LATE`] more, so that a barrier that wrongly does not wait for this
+    /// rank has time to let one leave. Ends early once a rank has left, and in any case after two seconds.
     fn come_late(&self, users: usize) {
         let mut begun = Instant::now();
         let (mut all_called, limit) = (false, begun + Duration::from_secs(2));
@@ -248,7 +248,7 @@ impl Stay {
     }
 }
 
-/// How long a rank that comes late to a barrier stays away when all others are there.
+/// How long a rank that comes late to a barrier still stays away once all others have called it.
 const LATE: Duration = Duration::from_millis(25);
 
 impl Oracle {
@@ -277,7 +277,7 @@ impl Case {
         }
     }
 
-    /// Whether each result is one fold over all ranks, in their order, so that floats are known to the bit.
+    /// Whether results are known to the bit: each is one fold over all ranks in rank order, or the order does not matter.
     fn in_rank_order(&self) -> bool {
         matches!(self.what, What::Collective(_, Algo::OneShot | Algo::Direct | Algo::Naive, _))
             || self.op.is_exact()
@@ -288,28 +288,28 @@ impl Case {
         Inputs { seed, special, op: self.reduction(), in_rank_order: self.in_rank_order() }
     }
 
-    /// What a rank puts in: `count` elements.
+    /// The input of a rank: `count` elements.
     fn input<T: Value>(&self, rank: usize, count: usize) -> Vec<T> {
         T::inputs(self.inputs(), rank, count)
     }
 
-    /// The same for buffer `j` of several.
+    /// The case for buffer `j` of several: it differs in its seed.
     fn nth(&self, j: usize) -> Case {
         Case { seed: mix(&[self.seed, j as u64, 5]), ..*self }
     }
 
-    /// The reductions of `count` elements of all of `n` ranks.
+    /// The reductions of `count` elements over all `n` ranks.
     fn reduced<T: Value>(&self, n: usize, count: usize) -> Expected<T> {
         self.folded(n, count, std::slice::from_ref(&(0..n)))
     }
 
-    /// The reductions of `count` elements of some ranks, one after another.
+    /// The reductions of `count` elements over each of these ranges of ranks, one after another.
     fn folded<T: Value>(&self, n: usize, count: usize, of: &[std::ops::Range<usize>]) -> Expected<T> {
         T::reductions(self.inputs(), n, count, of)
     }
 }
 
-/// Compares what there is with what there must be: see `test_oracle::inputs::compare`.
+/// Compares a result with the expected one: see `test_oracle::inputs::compare`.
 fn compare<T: Value>(name: &str, got: &[T], expected: &[T], near: &[(f64, f64)]) -> Result<(), Wrong> {
     T::compare(name, got, expected, near).map_err(Wrong::Values)
 }
@@ -330,7 +330,7 @@ fn now() -> u64 {
 /// Runs case `i` on this rank.
 ///
 /// # Errors
-/// What was wrong: the result, or that there was none.
+/// Which value is wrong, or why there is no result.
 pub fn run(comm: &mut Comm, case: &Case, oracle: &Oracle, i: usize) -> Result<Seen, String> {
     let result: Result<Seen, Wrong> = typed!(case.dtype, T => match case.what {
         What::Collective(kind, algo, form) => {
@@ -355,10 +355,10 @@ pub fn run(comm: &mut Comm, case: &Case, oracle: &Oracle, i: usize) -> Result<Se
     }
 }
 
-/// The same, with the buffers on a device. Lists and bytes are none of its cases.
+/// Runs case `i` on this rank with its buffers on a device. It has no cases of lists and bytes.
 ///
 /// # Errors
-/// What was wrong: the result, or that there was none.
+/// Which value is wrong, or why there is no result.
 pub fn run_on_device(
     comm: &mut Comm,
     case: &Case,
@@ -422,7 +422,7 @@ impl<T: Value, P: Place> Run<'_, T, P> {
         self.rank() == self.case.root
     }
 
-    /// What is in a buffer before something is written there.
+    /// What an output holds before the call writes to it.
     fn blank(&self, count: usize) -> Vec<T> {
         Case { seed: !self.case.seed, ..*self.case }.input(self.rank(), count)
     }
@@ -437,7 +437,7 @@ impl<T: Value, P: Place> Run<'_, T, P> {
         let options = self.comm.call().algo(self.algo).timeout(self.case.timeout);
         let looked_at = self.kind.reduces() && self.kind != Kind::Barrier;
         match self.case.op {
-            // (Where nothing is combined it is not looked at.)
+            // (A collective that combines nothing ignores it.)
             op @ Combine::Op(_) => op.option::<T>(options, rank),
             op if looked_at => op.option::<T>(options, rank),
             _ => options,
@@ -445,7 +445,7 @@ impl<T: Value, P: Place> Run<'_, T, P> {
     }
 }
 
-/// Runs a future to its end. An object, so that what runs it is compiled once, and not for each call with each type.
+/// Runs a future to its end. It is passed on as a trait object, so that the executor is compiled once, and not for each type of future.
 pub(crate) fn ended<T>(future: impl Future<Output = T>) -> T {
     let mut result = None;
     {
@@ -455,7 +455,7 @@ pub(crate) fn ended<T>(future: impl Future<Output = T>) -> T {
     result.expect("it has ended")
 }
 
-/// Awaits a work as the case says.
+/// Awaits a `Work` in the way that the case names.
 fn end<O, F>(comm: &mut Comm, case: &Case, work: Work<O, F>) -> Result<O, String> {
     let result = match case.end {
         Await::Wait => work.wait(),

@@ -1,4 +1,4 @@
-//! The child, the driver's knobs, deadlines, and what tests with ranks share.
+//! For tests of CUDA: child processes, the knobs of the driver for tests, deadlines, and what tests with several ranks share.
 
 use std::collections::BTreeSet;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
@@ -13,10 +13,10 @@ use allstream::{Buf, Comm, Element};
 
 pub use crate::full;
 
-/// The knobs of the driver for tests begin so, and are passed on to the processes that tests start.
+/// How the variables of the driver for tests begin. They are passed on to the processes that tests start.
 pub(crate) const KNOBS: &str = "ALLSTREAM_TEST_CUDA_";
-/// What the driver for tests is strict about in all of our own tests, unless it is told otherwise by these variables: stricter drivers
-/// refuse so much.
+/// Variables that our own tests set to 1, unless they are set already: with them, the driver for tests refuses as much as the strictest real
+/// drivers do.
 pub(crate) const STRICT: [&str; 2] = ["ALLSTREAM_TEST_CUDA_DEVICEMAP", "ALLSTREAM_TEST_CUDA_CONTEXT"];
 
 pub const DEADLINE: Duration = Duration::from_secs(20);
@@ -24,24 +24,24 @@ pub(crate) const CHILD: &str = "ALLSTREAM_TEST_CUDA_CHILD";
 pub const LIBRARY: &str = "ALLSTREAM_CUDA_LIBRARY";
 pub const NCCL: &str = "ALLSTREAM_NCCL_LIBRARY";
 
-/// The test driver, built if it is not there or is old.
+/// The path of the CUDA driver for tests, which cargo builds if it is missing or out of date.
 pub fn library() -> &'static Path {
     static BUILT: OnceLock<PathBuf> = OnceLock::new();
     BUILT.get_or_init(|| built("cuda-driver-for-tests", "libcuda.so"))
 }
 
-/// The NCCL for tests, likewise.
+/// The path of the NCCL for tests, which cargo builds if it is missing or out of date.
 pub fn nccl_library() -> &'static Path {
     static BUILT: OnceLock<PathBuf> = OnceLock::new();
     BUILT.get_or_init(|| built("nccl-for-tests", "libnccl.so"))
 }
 
-/// A library for tests, built if it is not there or is old.
+/// The path of a library for tests, which cargo builds if it is missing or out of date.
 pub(crate) fn built(package: &str, file: &str) -> PathBuf {
     let (folder, profile) = crate::built_in();
     let manifest = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../Cargo.toml");
     let mut cargo = Command::new(env!("CARGO"));
-    // With it, packages that look at it would be built anew.
+    // With this variable set, cargo would rebuild the packages whose build scripts read it.
     cargo.env_remove("RUSTC_BOOTSTRAP");
     cargo.args(["build", "--quiet", "--package", package, "--profile", &profile]);
     cargo.arg("--manifest-path").arg(manifest).arg("--target-dir").arg(folder.parent().unwrap());
@@ -49,7 +49,7 @@ pub(crate) fn built(package: &str, file: &str) -> PathBuf {
     folder.join(file)
 }
 
-/// Whether this is one of those processes.
+/// Whether a test has started this process to run itself there, by [`child`] or one of its variants.
 pub fn is_child() -> bool {
     std::env::var_os(CHILD).is_some()
 }
@@ -59,7 +59,7 @@ pub fn child(test: &str, variables: &[(&str, &str)], body: impl FnOnce()) {
     child_within(test, variables, 15 * DEADLINE, body);
 }
 
-/// The same, for one that may take long.
+/// Like [`child`], with a limit of its own for tests that take long.
 pub fn child_within(test: &str, variables: &[(&str, &str)], limit: Duration, body: impl FnOnce()) {
     if std::env::var(CHILD).as_deref() == Ok(test) {
         return body();
@@ -73,7 +73,8 @@ fn in_a_child(test: &str, variables: &[(&str, &str)], limit: Duration) {
     assert!(status.success(), "{test} in its own process: {status}");
 }
 
-/// The same, of a process that may end in any way: how it did, and what it said, which is little. `None` in that process, when `body` is done.
+/// Like [`child`], for a process that may end in any way: returns its status and its output, which must be short, as it is read only
+/// at the end. `None` in that process, when `body` is done.
 pub fn child_says(test: &str, variables: &[(&str, &str)], body: impl FnOnce()) -> Option<Output> {
     if std::env::var(CHILD).as_deref() == Ok(test) {
         body();
@@ -85,7 +86,7 @@ pub fn child_says(test: &str, variables: &[(&str, &str)], body: impl FnOnce()) -
     Some(child.wait_with_output().unwrap())
 }
 
-/// This program, to run the test of this name.
+/// A command that runs the test of this name in this program again.
 fn again(test: &str, variables: &[(&str, &str)]) -> Command {
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.args([test, "--exact", "--nocapture", "--test-threads=1"]).env(CHILD, test);
@@ -112,27 +113,27 @@ fn ended(test: &str, child: &mut Child, limit: Duration) -> ExitStatus {
     }
 }
 
-/// For a process that may load the driver for tests.
+/// Sets the variables of `STRICT` for a process that may load the driver for tests.
 pub(crate) fn be_strict(command: &mut Command) {
     for name in STRICT {
         command.env(name, std::env::var(name).unwrap_or_else(|_| "1".into()));
     }
 }
 
-/// Awaits with a deadline.
+/// Awaits a future; panics after `DEADLINE`.
 pub fn soon<F: IntoFuture>(future: F) -> F::Output {
     let (future, mut output) = (future.into_future(), None);
     done_soon(Box::pin(async { output = Some(future.await) }));
     output.expect("the future has ended")
 }
 
-/// Without a type of the caller's: tests await hundreds of types, and tokio's code would be compiled for each of them.
+/// Takes a trait object, because tests await futures of hundreds of types, and tokio's code would be compiled for each of them.
 fn done_soon(future: Pin<Box<dyn Future<Output = ()> + '_>>) {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
     runtime.block_on(async { tokio::time::timeout(DEADLINE, future).await }).expect("ends in time");
 }
 
-/// Asks until it is so.
+/// Asks until `is_so` holds; panics with `what` after `DEADLINE`.
 pub fn until(what: &str, mut is_so: impl FnMut() -> bool) {
     let end = Instant::now() + DEADLINE;
     while !is_so() {
@@ -141,7 +142,7 @@ pub fn until(what: &str, mut is_so: impl FnMut() -> bool) {
     }
 }
 
-/// What lives in the driver.
+/// How many objects of each kind exist in the driver for tests. Same layout as its `report.rs`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
 pub struct Report {
@@ -157,13 +158,13 @@ pub struct Report {
     pub freed_in_use: u64,
 }
 
-/// A function of the driver by its name. The driver is the one that is loaded already, or will be.
+/// The address of a function of the driver for tests, in the library that allstream itself loads in this process, before or after.
 pub fn function(name: &str) -> *mut c_void {
     static HANDLE: OnceLock<usize> = OnceLock::new();
     function_of(LIBRARY, &HANDLE, name)
 }
 
-/// When a rank has made its last call of the NCCL for tests: nanoseconds of the monotonic clock.
+/// When a rank made its last call of the NCCL for tests, in nanoseconds of the monotonic clock; 0: never.
 pub fn nccl_called(rank: usize) -> u64 {
     static HANDLE: OnceLock<usize> = OnceLock::new();
     let function = function_of(NCCL, &HANDLE, "allstream_test_nccl_called");
@@ -172,11 +173,11 @@ pub fn nccl_called(rank: usize) -> u64 {
     called(rank as c_int)
 }
 
-/// The same of the library for tests that a variable names. `handle`: its own, set by the first call.
+/// The address of a function of the library that the variable `library` names. `handle` keeps the library's handle from the first call on.
 pub fn function_of(library: &str, handle: &OnceLock<usize>, name: &str) -> *mut c_void {
     let handle = *handle.get_or_init(|| {
         let path = CString::new(std::env::var(library).unwrap()).unwrap();
-        // SAFETY: opens a library for tests, whose path ends in a null byte; it has no initialisers.
+        // SAFETY: the path ends in a null byte, and the library for tests that it names has no initialisers.
         unsafe { libc::dlopen(path.as_ptr(), libc::RTLD_NOW) as usize }
     });
     let name = CString::new(name).unwrap();
@@ -186,10 +187,10 @@ pub fn function_of(library: &str, handle: &OnceLock<usize>, name: &str) -> *mut 
     address
 }
 
-/// Runs this with a device's primary context current: who calls the driver without us needs one.
+/// Runs `run` while a device's primary context is current, as calls of the driver that do not go through allstream need one.
 pub fn in_context<T>(device: usize, run: impl FnOnce() -> T) -> T {
     let mut context: *mut c_void = std::ptr::null_mut();
-    // SAFETY: functions of these types in cuda.h. The context is popped on the thread that pushed it, before it is released.
+    // SAFETY: the functions have these types in cuda.h. The context is popped on the thread that pushed it, before it is released.
     unsafe {
         let retain: unsafe extern "C" fn(*mut *mut c_void, c_int) -> u32 =
             std::mem::transmute(function("cuDevicePrimaryCtxRetain"));
@@ -211,7 +212,7 @@ pub fn in_context<T>(device: usize, run: impl FnOnce() -> T) -> T {
 pub fn report() -> Report {
     let address = function("allstream_test_cuda_report");
     let mut report = Report::default();
-    // SAFETY: the function's type, in the driver's `report.rs`; so is the report's.
+    // SAFETY: the function and the report have these types in `report.rs` of the driver for tests.
     unsafe {
         let ask: unsafe extern "C" fn(*mut Report) -> u32 = std::mem::transmute(address);
         assert_eq!(ask(&raw mut report), 0);
@@ -226,7 +227,7 @@ pub fn set_delays(longest_us: u64, seed: u64) {
     assert_eq!(set(longest_us, seed), 0);
 }
 
-/// The hardware queues of contexts that are made from now on; 0: as many as at first.
+/// How many hardware queues contexts have that are made from now on; 0: as many as the environment variable says.
 pub fn set_queues(count: u32) {
     let address = function("allstream_test_cuda_set_queues");
     // SAFETY: the function's type, in the driver's `knobs.rs`.
@@ -243,7 +244,7 @@ pub fn set_deal(deal: u32) {
     assert_eq!(set(deal), 0);
 }
 
-/// Of the copies to the host (`false`) or to a device, so many pass from now on, and the streams of the others wait.
+/// Lets this many copies to the host (`false`) or to a device go on; the streams of later ones wait. `u64::MAX`: all go on.
 pub fn pass(to_device: bool, copies: u64) {
     let address = function("allstream_test_cuda_pass");
     // SAFETY: the function's type, in the driver's `knobs.rs`.
@@ -251,7 +252,7 @@ pub fn pass(to_device: bool, copies: u64) {
     assert_eq!(set(u32::from(to_device), copies), 0);
 }
 
-/// The `nth` call of a function from now gives this code; no function: nothing fails any more.
+/// Makes the `nth` call of a function from now (1 is the next) fail with this code; without a name, no call fails any more.
 pub fn fail(name: Option<&str>, nth: u64, code: u32) {
     let address = function("allstream_test_cuda_fail");
     let name = name.map(|name| CString::new(name).unwrap());
@@ -273,7 +274,7 @@ pub fn calls(name: &str) -> u64 {
     }
 }
 
-/// How many bytes of memory the kernels of this process have read and written together.
+/// How many bytes the kernels of this process have read and written so far, in sum.
 pub fn moved() -> u64 {
     let address = function("allstream_test_cuda_moved");
     // SAFETY: the function's type, in the driver's `launch.rs`.
@@ -281,10 +282,10 @@ pub fn moved() -> u64 {
     ask()
 }
 
-/// How often each function of the driver's has been called, in all its versions.
+/// How often each function of the driver has been called, with the calls of all its versions together.
 pub fn all_calls() -> Vec<(String, u64)> {
     let name = function("allstream_test_cuda_name");
-    // SAFETY: the function's type, in the driver's `table.rs`, which gives texts that stay, and null behind the last.
+    // SAFETY: the function has this type in the driver's `table.rs`. It returns texts that stay valid, and null behind the last.
     unsafe {
         let name: extern "C" fn(usize) -> *const c_char = std::mem::transmute(name);
         let names = (0..).map(|at| name(at)).take_while(|name| !name.is_null());
@@ -299,8 +300,8 @@ pub fn all_calls() -> Vec<(String, u64)> {
     }
 }
 
-/// Pieces of work that a stream takes which are not done, from now on; whoever puts more there waits and holds the context's lock
-/// meanwhile. 0: any number.
+/// Sets how many unfinished pieces of work a stream holds from now on; 0: any number. A thread that adds one more waits, and holds the
+/// context's lock meanwhile.
 pub fn set_depth(pieces: u64) {
     let address = function("allstream_test_cuda_set_depth");
     // SAFETY: the function's type, in the driver's `knobs.rs`.
@@ -308,7 +309,7 @@ pub fn set_depth(pieces: u64) {
     assert_eq!(set(pieces), 0);
 }
 
-/// Whether this process is to load the driver for tests, and not another library or none.
+/// Whether the environment makes this process load the driver for tests, and not another library or none.
 pub fn has_driver() -> bool {
     std::env::var(LIBRARY).is_ok_and(|path| path.ends_with("/libcuda.so") && Path::new(&path).exists())
 }
@@ -321,14 +322,15 @@ pub fn ask_locks(holds: extern "C" fn() -> bool) {
     assert_eq!(ask(Some(holds)), 0);
 }
 
-/// How many calls of the driver came from threads that held such a lock, and which, with how often.
+/// How many calls of the driver came from threads that held a lock of [`ask_locks`]; and a text that names the functions with their counts.
 pub fn calls_under_locks() -> (u64, String) {
     let (all, of, name) = (
         function("allstream_test_cuda_calls_under_locks"),
         function("allstream_test_cuda_calls_under_locks_of"),
         function("allstream_test_cuda_name"),
     );
-    // SAFETY: the functions' types, in the driver's `under_locks.rs` and `table.rs`, which gives texts that stay, and null behind the last.
+    // SAFETY: the functions have these types in the driver's `under_locks.rs` and `table.rs`. The latter's returns texts that stay valid,
+    // and null behind the last.
     unsafe {
         let all: extern "C" fn() -> u64 = std::mem::transmute(all);
         let of: unsafe extern "C" fn(*const c_char) -> u64 = std::mem::transmute(of);
@@ -341,7 +343,7 @@ pub fn calls_under_locks() -> (u64, String) {
     }
 }
 
-/// Collectives on devices copy nothing to or from the host. All ranks call it.
+/// Asserts that collectives on devices copy nothing to or from the host. All ranks must call this.
 pub fn nothing_goes_through_the_host(comm: &mut Comm, stream: &DeviceStream) {
     let copies = || calls("cuMemcpyDtoHAsync_v2") + calls("cuMemcpyHtoDAsync_v2");
     soon(comm.barrier()).unwrap();
@@ -354,7 +356,7 @@ pub fn nothing_goes_through_the_host(comm: &mut Comm, stream: &DeviceStream) {
     soon(comm.barrier()).unwrap();
 }
 
-/// Everything that was made is gone: soon, for the waiter may have the last handle.
+/// Asserts that everything made in the driver is gone. Waits for that, as the thread that waits for events may drop the last handle.
 pub fn nothing_left(what: &str) {
     let end = Instant::now() + DEADLINE;
     while report() != Report::default() {
@@ -380,7 +382,7 @@ pub fn ranks<R: Send>(n: usize, run: impl Fn(Comm) -> R + Sync) -> Vec<R> {
     results.into_iter().map(|result| result.into_inner().unwrap().expect("the thread has ended")).collect()
 }
 
-/// Without a type of the caller's, so that what starts threads is compiled once.
+/// Takes a trait object, so that the code that starts threads is compiled once.
 fn each_rank(n: usize, run: &(dyn Fn(usize, Comm) + Sync)) {
     let comms = Comm::local(n).unwrap();
     std::thread::scope(|scope| {
@@ -403,18 +405,18 @@ pub fn down<T: Element>(buf: DeviceBuf<T>) -> Vec<T> {
     soon(buf.to_host(vec![T::default(); len])).unwrap().1
 }
 
-/// A stream of the device that `comm` is now bound to, one of so many.
+/// Binds `comm` to one of the first `devices` devices, chosen by its rank; returns a new stream of that device.
 pub fn bound(comm: &mut Comm, devices: usize) -> DeviceStream {
     let device = Device::new(comm.rank() % devices).unwrap();
     assert_eq!(soon(comm.bind_device(&device)).unwrap(), DevicePath::Peer);
     DeviceStream::new(&device).unwrap()
 }
 
-/// A buffer that came back from a failure is the caller's: what is put there stays, whatever was on its way there.
+/// Asserts that nobody else writes to a buffer that a failed operation gave back: values written to it stay, though data may still be in flight.
 pub fn is_ours(buf: DeviceBuf<f32>) {
     let pattern: Vec<f32> = (0..buf.len()).map(|i| i as f32 + 0.25).collect();
     let (_, buf) = soon(buf.copy_from_host(pattern.clone())).unwrap();
-    // Whatever is late has time to come.
+    // Six copies back give a late write time to arrive.
     let mut buf = buf;
     for _ in 0..6 {
         let (back, host) = soon(buf.to_host(vec![0f32; pattern.len()])).unwrap();

@@ -1,4 +1,4 @@
-//! Starts ranks as processes, hears what they say, and leaves none behind.
+//! Starts ranks as processes, reads what they report on their standard output, and leaves no process behind.
 
 use std::collections::BTreeMap;
 use std::future::Future;
@@ -16,15 +16,15 @@ use allstream::{Comm, Error, LinkChoice, Rendezvous};
 use rustix::process::{Pid, Signal};
 use serde_json::{Value, json};
 
-/// Begins each line that a rank says to the test.
+/// Begins each line by which a rank reports something to the test.
 const MARK: &str = "@@";
-/// How long starting, meeting and ordinary steps may take on a busy machine.
+/// How long the start, the rendezvous and ordinary steps may take on a busy machine.
 pub const PATIENCE: Duration = Duration::from_secs(60);
-/// How soon a failure must be known.
+/// How soon a failure must be noticed.
 pub const SOON: Duration = Duration::from_secs(2);
 
-/// Links between the ranks of a job. `Rdma`: by the verbs library for tests, between processes alone. `Mixed`: shared memory within each half, TCP between
-/// the halves.
+/// Links between the ranks of a job. `Rdma`: through the verbs library for tests, only between processes. `Mixed`: shared memory within each half of the
+/// ranks, TCP between the halves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Link {
     Local,
@@ -40,7 +40,7 @@ pub fn now() -> f64 {
     t.tv_sec as f64 + t.tv_nsec as f64 * 1e-9
 }
 
-/// Sleeps until `at` on that clock.
+/// Sleeps until `at` on the clock of [`now`].
 pub fn sleep_until(at: f64) {
     while let Some(left) = Some(at - now()).filter(|left| *left > 0.0) {
         std::thread::sleep(Duration::from_secs_f64(left));
@@ -49,13 +49,13 @@ pub fn sleep_until(at: f64) {
 
 static TURNS: RwLock<()> = RwLock::new(());
 
-/// For a test whose timing counts to the tenth of a second, or that looks at the whole process: no other one of those that ask
-/// runs beside it.
+/// Held by a test whose timing must be right to a tenth of a second, or that looks at the whole process: no test that holds this
+/// guard or that of [`among_others`] runs at the same time.
 pub fn alone() -> RwLockWriteGuard<'static, ()> {
     TURNS.write().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// For a test that mostly waits, for deadlines of seconds: others of its kind may run beside it, and none that must be alone.
+/// Held by a test that mostly waits for deadlines of seconds: others that hold this may run at the same time, but none that holds [`alone`].
 pub fn among_others() -> RwLockReadGuard<'static, ()> {
     TURNS.read().unwrap_or_else(PoisonError::into_inner)
 }
@@ -64,7 +64,7 @@ pub fn block_on<T>(work: impl Future<Output = T>) -> T {
     tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(work)
 }
 
-/// A directory that goes with the test.
+/// A directory that is removed when this is dropped.
 pub struct Scratch(pub PathBuf);
 
 impl Default for Scratch {
@@ -91,7 +91,7 @@ impl Drop for Scratch {
 
 // ---- the rank's side ------------------------------------------------------------------------------------------------
 
-/// What a rank knows when it starts.
+/// What the test told this rank when it started it.
 pub struct Me {
     pub role: String,
     pub rank: usize,
@@ -115,7 +115,7 @@ impl Me {
     }
 }
 
-/// Tells the test something; `t` is added.
+/// Reports an event to the test, with the time as `t`.
 pub fn say(event: &str, mut what: Value) {
     what["event"] = json!(event);
     what["t"] = json!(now());
@@ -128,7 +128,7 @@ pub fn say_error(event: &str, error: &Error, buffer: bool) {
     say(event, json!({ "error": error, "text": error.to_string(), "buffer": buffer }));
 }
 
-/// What a process holds: descriptors by kind, threads by name.
+/// What this process holds: descriptors counted by kind, threads by name.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Census {
     pub descriptors: BTreeMap<String, usize>,
@@ -149,20 +149,20 @@ impl Census {
         Census { descriptors, threads: threads() }
     }
 
-    /// The engine's threads and descriptors that live as long as the process exist from here on; what is counted is
-    /// what comes after.
+    /// First makes the engine create the threads and descriptors that it keeps until the process ends, so that later differences
+    /// from this census come from what the test does.
     pub async fn before_connecting() -> Census {
         Comm::connect(Rendezvous::alone()).await.unwrap().close().await.unwrap();
         let has_card = std::env::var_os(crate::verbs::LIBRARY).is_some();
         if has_card {
-            // The card that the verbs library for tests pretends is a thread of the process's for good, from its first device on.
+            // The verbs library for tests starts a thread at its first use, which never ends.
             drop(allstream::rdma::find().unwrap());
         }
-        // The world of one lets go of its memory, and a new thread takes its name, within moments.
+        // The world of one rank frees its memory within moments, and a new thread sets its name as late.
         let mut census = Census::take();
         for _ in 0..100 {
             let held = census.descriptors.keys().any(|k| k.contains("memfd"));
-            // Of this very census: a thread may take its name just after it.
+            // Counted in this census, because a thread may set its name just after it was taken.
             let named = census.threads.iter().filter(|name| name.starts_with("allstream")).count();
             let card = census.threads.iter().any(|name| name == "verbs for tests");
             if !held && named == 2 && card == has_card {
@@ -174,7 +174,7 @@ impl Census {
         census
     }
 
-    /// Tells the test whether everything is as it was, in a while.
+    /// Reports to the test whether the process holds the same as in this census, within three seconds.
     pub async fn say_whether_restored(&self) {
         let end = Instant::now() + Duration::from_secs(3);
         let mut found = Census::take();
@@ -187,7 +187,7 @@ impl Census {
     }
 }
 
-/// Names of this process's threads, sorted; those of tokio's blocking pool left out.
+/// Names of this process's threads, sorted, without those that begin with `tokio-` (its blocking pool).
 pub fn threads() -> Vec<String> {
     let tasks = std::fs::read_dir("/proc/self/task").unwrap().flatten();
     let name = |path: PathBuf| std::fs::read_to_string(path.join("comm")).ok();
@@ -210,7 +210,7 @@ pub struct Plan {
     link: Link,
     args: Value,
     env: Vec<(&'static str, String)>,
-    /// The network namespace of each rank; none: the test's own.
+    /// The network namespace of each rank. A rank without an entry runs in the test's own.
     namespaces: Vec<String>,
 }
 
@@ -219,7 +219,7 @@ impl Plan {
         Plan { role, size, link, args: json!({}), env: Vec::new(), namespaces: Vec::new() }
     }
 
-    /// Each rank starts in the network namespace of this name. They meet at this address, which is of rank 0's.
+    /// Starts each rank in its network namespace, named by `of_ranks`. The ranks meet at this address, which belongs to that of rank 0.
     pub fn in_namespaces(mut self, of_ranks: Vec<String>, address: &str) -> Plan {
         self.namespaces = of_ranks;
         self.env("MASTER_ADDR", address).env("MASTER_PORT", 29_500)
@@ -282,7 +282,7 @@ impl Plan {
     }
 }
 
-/// Ranks that run. Dropping it kills those that are left.
+/// Ranks that run. Dropping a job kills the ranks that still run.
 pub struct Job {
     pub ranks: Vec<Running>,
     pub traces: Scratch,
@@ -293,7 +293,7 @@ impl Job {
         self.ranks.iter().map(|r| r.pid.as_raw_pid()).collect()
     }
 
-    /// All ranks end by themselves, well.
+    /// Waits until all ranks have ended by themselves; panics unless each ends with status 0.
     pub fn finish(mut self) {
         let end = Instant::now() + PATIENCE;
         for rank in &mut self.ranks {
@@ -320,13 +320,13 @@ impl Running {
         let in_child = move || {
             rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
             if let Some(fd) = fd {
-                // SAFETY: the listener is open until `spawn` returns, and the child has its descriptors until it execs.
+                // SAFETY: the listener stays open until `spawn` returns, and the forked child keeps its copies of all descriptors until it execs.
                 let fd = unsafe { BorrowedFd::borrow_raw(fd) };
                 rustix::io::fcntl_setfd(fd, rustix::io::FdFlags::empty())?;
             }
             Ok(())
         };
-        // SAFETY: two system calls; no lock, no allocation between fork and exec.
+        // SAFETY: between fork and exec the closure only makes two system calls; it takes no lock and allocates nothing.
         unsafe { command.pre_exec(in_child) };
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut child = command.spawn().unwrap();
@@ -337,7 +337,7 @@ impl Running {
         std::thread::spawn(move || {
             for line in BufReader::new(out).lines().map_while(Result::ok) {
                 if let Some(text) = line.strip_prefix(MARK) {
-                    // The last line of a killed rank may be cut.
+                    // If a rank is killed, its last line may be incomplete.
                     let _ = serde_json::from_str(text).map(|value| tell.send(value));
                 }
                 let mut log = shared.lock().unwrap();
@@ -355,7 +355,7 @@ impl Running {
         Running { rank, pid: Pid::from_child(&child), child, lines, log }
     }
 
-    /// What it has said: the beginning, where a panic says why, and the end.
+    /// What the rank has printed. If that is long: its beginning, where a panic explains itself, and its end.
     pub fn log(&self) -> String {
         const PART: usize = 3000;
         let log = self.log.lock().unwrap();
@@ -368,12 +368,12 @@ impl Running {
         format!("{first}\n[...]\n{last}")
     }
 
-    /// The next time it says `event`; what it says before is passed over.
+    /// Waits for the rank's next report of `event`, and ignores other reports before it.
     pub fn hear(&self, event: &str) -> Value {
         self.hear_also(event, |_| {})
     }
 
-    /// Likewise; `earlier` is shown what it says before.
+    /// Like `hear`, but passes the reports before it to `earlier`.
     pub fn hear_also(&self, event: &str, mut earlier: impl FnMut(&Value)) -> Value {
         let end = Instant::now() + PATIENCE;
         loop {
@@ -388,7 +388,7 @@ impl Running {
         }
     }
 
-    /// Everything it still had to say; it has ended.
+    /// All reports that were not heard yet. Waits until the rank's output ends.
     pub fn rest(&self) -> Vec<Value> {
         let end = Instant::now() + PATIENCE;
         std::iter::from_fn(|| self.lines.recv_timeout(end.saturating_duration_since(Instant::now())).ok())
@@ -399,7 +399,7 @@ impl Running {
         rustix::process::kill_process(self.pid, signal).unwrap();
     }
 
-    /// Its exit code, or minus the signal that ended it; `None` if it has not ended by then.
+    /// The rank's exit code, or minus the signal that ended it; `None` if it has not ended at the time `by`.
     pub fn ended(&mut self, by: Instant) -> Option<i32> {
         loop {
             if let Some(status) = self.child.try_wait().unwrap() {
@@ -420,12 +420,12 @@ impl Drop for Running {
     }
 }
 
-/// The error in what a rank said.
+/// The error in a report of a rank.
 pub fn error_of(said: &Value) -> Error {
     serde_json::from_value(said["error"].clone()).unwrap_or_else(|e| panic!("no error ({e}) in {said}"))
 }
 
-/// Names in the system that would stay behind: POSIX shared memory, and unix sockets.
+/// Names in the system that processes could leave behind: POSIX shared memory, and the engine's unix sockets.
 pub fn names_left() -> Vec<String> {
     let shm = std::fs::read_dir("/dev/shm").into_iter().flatten().flatten();
     let mut names: Vec<_> = shm.map(|e| e.path().display().to_string()).collect();
@@ -440,12 +440,12 @@ pub fn names_left() -> Vec<String> {
     names
 }
 
-/// Whether it is the socket at which a process, of this test or another, is asked for its flight recorders.
+/// Whether `name` is the socket at which a process that still runs, of this test or another, can be asked for its flight recorders.
 fn is_of_a_living_process(name: &str) -> bool {
     name.strip_prefix("@allstream-record-").is_some_and(|pid| Path::new("/proc").join(pid).exists())
 }
 
-/// None of these names but those of before is there, in a while: others may come and go meanwhile.
+/// Asserts that the names that are new since `before` disappear within 5 s. Names that appear only later are ignored.
 pub fn assert_no_new_names(before: &[String]) {
     let mut new: Vec<_> = names_left().into_iter().filter(|n| !before.contains(n)).collect();
     let end = Instant::now() + Duration::from_secs(5);
@@ -483,7 +483,7 @@ pub fn world(link: Link, size: usize) -> Vec<Comm> {
     all.into_iter().map(Result::unwrap).collect()
 }
 
-/// Runs `each` on every rank, on a thread each; what they return, in rank order. Bounded in time.
+/// Runs `each` for every rank on a thread of its own; returns the results in rank order. Panics after `PATIENCE`.
 pub fn on_threads<T, F, Fut>(comms: Vec<Comm>, each: F) -> Vec<T>
 where
     T: Send + 'static,
@@ -513,7 +513,7 @@ where
 pub struct Random(pub u64);
 
 impl Random {
-    /// From `ALLSTREAM_TEST_SEED`, or from the clock; printed.
+    /// Takes the seed from `ALLSTREAM_TEST_SEED`, or else from the clock, and prints it.
     pub fn seeded() -> Random {
         let given = std::env::var("ALLSTREAM_TEST_SEED").ok().map(|s| s.parse().unwrap());
         let seed = given.unwrap_or_else(|| (now() * 1e9) as u64);
@@ -521,7 +521,7 @@ impl Random {
         Random(seed)
     }
 
-    /// In 0..1.
+    /// The next number, in 0.0..1.0.
     pub fn fraction(&mut self) -> f64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut x = self.0;

@@ -1,7 +1,7 @@
 //! For tests: worlds of threads over every link, and worlds of real processes. Every wait has a deadline.
 //!
-//! One crate, so that what the test programs share is compiled once: above all [`cases`], every call of the engine with
-//! every element type.
+//! This is a crate, so that what the test programs share is compiled only once: above all [`cases`], which makes every call of
+//! the engine with every element type.
 
 #![allow(missing_docs)] // For this repository's own tests; the programs that use it are its documentation.
 
@@ -35,17 +35,18 @@ const ROLE: &str = "ALLSTREAM_TEST_ROLE";
 const PARENT: &str = "ALLSTREAM_TEST_PARENT";
 const LIMIT: &str = "ALLSTREAM_TEST_LIMIT";
 
-/// Whether a larger part of all combinations is to be tried.
+/// Whether a larger part of all combinations is to be tried: `ALLSTREAM_TEST_FULL` is set, and not to 0.
 pub fn full() -> bool {
     std::env::var("ALLSTREAM_TEST_FULL").is_ok_and(|v| !v.is_empty() && v != "0")
 }
 
-/// Whether that is all that can be told apart, too, for many minutes more: every mutant, every type with every reduction on several links.
+/// Whether all combinations are to be tried (`ALLSTREAM_TEST_FULL=all`), which takes many minutes more: every mutant, and every type with every
+/// reduction on several links.
 pub fn everything() -> bool {
     std::env::var("ALLSTREAM_TEST_FULL").is_ok_and(|v| v == "all")
 }
 
-/// A number of repetitions: in the core, with `ALLSTREAM_TEST_FULL=1`, and with `ALLSTREAM_TEST_FULL=all`.
+/// Chooses a number of repetitions: `core` by default, `in_full` with `ALLSTREAM_TEST_FULL=1`, `all` with `ALLSTREAM_TEST_FULL=all`.
 pub fn times<T>(core: T, in_full: T, all: T) -> T {
     match (everything(), full()) {
         (true, _) => all,
@@ -54,7 +55,7 @@ pub fn times<T>(core: T, in_full: T, all: T) -> T {
     }
 }
 
-/// Where this program was built, TARGET/PROFILE, and the profile's name for cargo: what a test builds besides is built alike.
+/// The folder TARGET/PROFILE where this program was built, and cargo's name for the profile. Tests build other packages in the same way.
 pub fn built_in() -> (PathBuf, String) {
     // This program lies in TARGET/PROFILE/deps.
     let exe = std::env::current_exe().expect("this program");
@@ -66,38 +67,38 @@ pub fn built_in() -> (PathBuf, String) {
     (folder, profile)
 }
 
-/// Says how many cases a test went through, in the words that `cargo xtask test` repeats at its end. On stderr, also where the
-/// harness keeps what tests print.
+/// Prints how many cases a test ran, in the form that `cargo xtask test` looks for and repeats at its end. Writes to stderr directly,
+/// so that it appears even if the harness captures what tests print.
 pub fn tell_cases(test: &str, count: usize) {
     let _ = writeln!(std::io::stderr(), "cases: {count} of {test}");
 }
 
-/// Whether this machine speaks IPv6 to itself.
+/// Whether this machine has an IPv6 loopback address.
 pub fn has_ipv6() -> bool {
     TcpListener::bind("[::1]:0").is_ok()
 }
 
-/// The fake host of a rank: half the ranks each, side by side or in turn.
+/// The pretended host of a rank: with an even `n` the first half of the ranks is on `a`, the others on `b`; with an odd one they alternate.
 pub fn host_label(rank: usize, n: usize) -> &'static str {
     let second = if n.is_multiple_of(2) { 2 * rank >= n } else { rank % 2 == 1 };
     if second { "b" } else { "a" }
 }
 
 /// A world of `n` ranks in this process, by rank. Links: `local` ([`Comm::local`]), `inproc`, `shm`, `tcp`, `tcp6`,
-/// and `mixed`: two hosts that are none, memory inside each and TCP between them.
+/// and `mixed`: two pretended hosts, with memory inside each and TCP between them.
 pub fn worlds(n: usize, link: &str) -> Vec<Comm> {
     try_worlds(n, link).unwrap_or_else(|e| panic!("a world of {n} over {link}: {e}"))
 }
 
-/// A loopback address of one's own: ports of connections that have just ended stay taken for a minute, on the address
-/// that they had, and tests make worlds by the ten thousand.
+/// A loopback address that no other call returns soon: the port of a connection that has just ended stays taken on its address
+/// for a minute, and tests make tens of thousands of worlds.
 pub fn loopback() -> String {
     static COUNT: AtomicU32 = AtomicU32::new(0);
     let (process, count) = (std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed));
     format!("127.{}.{}.{}:0", process % 200 + 1, count / 200 % 200 + 1, count % 200 + 1)
 }
 
-/// The same; why there is none, if there is none.
+/// Like [`worlds`], but returns the errors of all ranks that failed to connect.
 pub fn try_worlds(n: usize, link: &str) -> Result<Vec<Comm>, String> {
     if link == "local" {
         return Comm::local(n).map_err(|e| e.to_string());
@@ -122,7 +123,7 @@ pub fn try_worlds(n: usize, link: &str) -> Result<Vec<Comm>, String> {
     };
     let places = (0..n).map(place).collect::<Result<Vec<_>, String>>()?;
     let comms = block_on(futures::future::join_all(places.into_iter().map(Comm::connect)));
-    // What each of them says: the first is not always the one that knows.
+    // The errors of all ranks, because the first rank with an error does not always name the cause.
     let said = |(rank, c): (usize, &Result<Comm, _>)| {
         c.as_ref().err().map(|e: &allstream::Error| format!("rank {rank}: {e}"))
     };
@@ -130,8 +131,8 @@ pub fn try_worlds(n: usize, link: &str) -> Result<Vec<Comm>, String> {
     if errors.is_empty() { Ok(comms.into_iter().flatten().collect()) } else { Err(errors.join("; ")) }
 }
 
-/// The environment by which rank `rank` of `n` processes uses `link`: `shm`, `tcp`, `rdma` (by the library for tests) or `mixed` (shared
-/// memory inside two hosts that are none, TCP between them).
+/// The variables that make rank `rank` of `n` processes use `link`: `shm`, `tcp`, `rdma` (through the library for tests) or `mixed` (shared
+/// memory inside each of two pretended hosts, TCP between them).
 pub fn link_env(link: &str, rank: usize, n: usize) -> Vec<(String, String)> {
     let set = |name: &str, value: &str| vec![(name.to_owned(), value.to_owned())];
     match link {
@@ -141,7 +142,7 @@ pub fn link_env(link: &str, rank: usize, n: usize) -> Vec<(String, String)> {
     }
 }
 
-/// A process of this test, and what it says.
+/// A process of this test, and the threads that read its output and errors.
 struct Process {
     child: Child,
     output: [Option<JoinHandle<String>>; 2],
@@ -163,7 +164,7 @@ impl Ended {
     }
 }
 
-/// Processes, one per rank; killed when this goes.
+/// Processes, one per rank. Dropping this kills those that still run.
 pub struct Ranks(Vec<Process>);
 
 impl Ranks {
@@ -217,8 +218,8 @@ fn read(pipe: Option<impl Read + Send + 'static>) -> Option<JoinHandle<String>> 
     }))
 }
 
-/// Starts this test binary again `n` times to run the test `name`, which sees by [`role`] that it is a rank. Each ends
-/// after `limit` by itself, and with this process.
+/// Starts this test binary `n` times to run the test `name`, which learns from [`role`] that it is a rank. A rank's process ends
+/// itself after `limit`, and dies when the thread that started it ends.
 pub fn spawn_ranks(
     name: &str,
     n: usize,
@@ -239,7 +240,7 @@ pub fn spawn_ranks(
         }
         cuda::be_strict(&mut command);
         command
-            // Whoever has asked for a test that must be asked for has asked for its ranks.
+            // The test may be marked as ignored. If it runs nevertheless, its ranks must run too.
             .args([name, "--exact", "--include-ignored", "--nocapture", "--test-threads=1"])
             .env(ROLE, "rank")
             .env(PARENT, getpid().as_raw_nonzero().to_string())
@@ -256,7 +257,7 @@ pub fn spawn_ranks(
         if let (true, Ok(how)) = (full(), std::env::var("ALLSTREAM_TEST_FULL")) {
             command.env("ALLSTREAM_TEST_FULL", how);
         }
-        // A process that another thread starts meanwhile may inherit it too: no harm.
+        // A process that another thread starts meanwhile may inherit the listener too, which does no harm.
         let inherit = |flags| rustix::io::fcntl_setfd(&listener, flags).expect("flags of a descriptor");
         if rank == 0 {
             command.env("ALLSTREAM_RENDEZVOUS_FD", listener.as_raw_fd().to_string());
@@ -275,14 +276,14 @@ pub fn is_rank() -> bool {
     std::env::var(ROLE).as_deref() == Ok("rank")
 }
 
-/// Whether this process is a rank that [`spawn_ranks`] started. Called first in such a test; from then on this process
-/// ends with the one that started it, and at its deadline.
+/// Whether this process is a rank that [`spawn_ranks`] started. Such a test calls this first; from then on a rank's process
+/// dies when the thread that started it ends, and ends itself at its deadline.
 pub fn role() -> bool {
     if !is_rank() {
         return false;
     }
     let number = |name| std::env::var(name).ok().and_then(|text| text.parse::<u64>().ok());
-    // It comes when the thread that started us ends, so that one must wait for us: a test does.
+    // The signal comes when the thread that started this process ends, so that thread must wait for this process, as tests do.
     let _ = set_parent_process_death_signal(Some(Signal::KILL));
     let parent = getppid().map(|pid| pid.as_raw_nonzero().get() as u64);
     if parent.is_none() || parent != number(PARENT) {
@@ -303,7 +304,7 @@ pub fn join() -> Comm {
     block_on(Comm::connect(place)).expect("a world")
 }
 
-/// What `f(rank, comm)` gives on each rank of a world of `n` over `link`, which has a minute.
+/// Runs `f(rank, comm)` on each rank of a world of `n` over `link`; returns the results by rank. Panics if one is not done within a minute.
 pub fn each<R: Send + 'static>(
     n: usize,
     link: &str,
@@ -313,15 +314,15 @@ pub fn each<R: Send + 'static>(
     all.map(|r| r.unwrap_or_else(|e| panic!("{link}: {e}"))).collect()
 }
 
-/// The letter by which the system says how a process is: `T` stopped, `Z` a zombie. `None`: it is not there.
+/// The letter for a process's state in `/proc`: `T` stopped, `Z` a zombie, and so on. `None`: there is no such process.
 pub fn process_state(pid: u32) -> Option<char> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // After the name, which may hold anything.
+    // The state follows the process's name, which stands in parentheses and may itself contain any character.
     stat.rsplit(')').next()?.trim_start().chars().next()
 }
 
-/// Runs `f(rank, comm)` on a thread each; the results by rank, `Err` where a thread panicked or was not done by
-/// `limit` (it is then left behind).
+/// Runs `f(rank, comm)` on a thread for each rank; returns the results by rank, with `Err` where a thread panicked or was not
+/// done within `limit`. A thread that was not done is left running.
 pub fn on_threads<R: Send + 'static>(
     comms: Vec<Comm>,
     limit: Duration,
@@ -334,7 +335,7 @@ pub fn on_threads<R: Send + 'static>(
     let told = results.clone();
     let run = move |rank, comm| {
         let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| f(rank, comm)));
-        // There is no place for the result of a thread that was left behind.
+        // If this thread was left behind, the list of results is empty by now.
         if let Some(place) = told.lock().unwrap().get_mut(rank) {
             *place = result.map_err(|_| format!("rank {rank} panicked"));
         }
@@ -343,7 +344,7 @@ pub fn on_threads<R: Send + 'static>(
     std::mem::take(&mut *results.lock().unwrap())
 }
 
-/// Without a type of the caller's, so that what starts threads is compiled once. Comes back when all are done, or at the limit.
+/// Takes a trait object, so that the code that starts threads is compiled once. Returns when all are done, or after `limit`.
 fn each_on_a_thread(comms: Vec<Comm>, limit: Duration, run: Arc<dyn Fn(usize, Comm) + Send + Sync>) {
     let (n, (tell, done)) = (comms.len(), mpsc::channel());
     for (rank, comm) in comms.into_iter().enumerate() {
@@ -362,7 +363,7 @@ fn each_on_a_thread(comms: Vec<Comm>, limit: Duration, run: Arc<dyn Fn(usize, Co
     }
 }
 
-/// Closes a communicator; what `close` says.
+/// Closes a communicator; returns the error of `close` as a text.
 pub fn close(comm: Comm) -> Result<(), String> {
     block_on(comm.close()).map_err(|e| format!("close: {e}"))
 }

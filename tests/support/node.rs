@@ -1,4 +1,4 @@
-//! Nodes to test, and every call of theirs against a sequential reduction.
+//! Makes nodes for tests, and compares the result of every call of a node with one computed sequentially.
 
 use std::net::TcpListener;
 use std::sync::mpsc;
@@ -11,13 +11,13 @@ use futures::executor::block_on;
 
 use crate::MEET;
 
-/// Nodes of `k` devices whose processes are all this one.
+/// Makes `p` nodes of `k` devices each, all in this process.
 pub fn local_nodes(k: usize, p: usize) -> Vec<Node> {
     let mut comms = Comm::local(p * k).unwrap().into_iter();
     (0..p).map(|_| Node::from_comms(comms.by_ref().take(k).collect()).unwrap()).collect()
 }
 
-/// Where `p` processes meet. Links: `inproc`, `shm`, `tcp`, `auto`, and `hosts`: each process on a host of its own.
+/// The rendezvous of `p` processes, which are threads here. Links: `inproc`, `shm`, `tcp`, `auto`, and `hosts`: each process pretends a host of its own.
 pub fn places(p: usize, link: &str) -> Vec<Rendezvous> {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let at = format!("tcp://{}", listener.local_addr().unwrap());
@@ -33,13 +33,13 @@ pub fn places(p: usize, link: &str) -> Vec<Rendezvous> {
     (0..p).map(place).collect()
 }
 
-/// Nodes of `k` devices that met as processes do.
+/// Makes `p` nodes of `k` devices each that connect through a rendezvous, as separate processes do.
 pub fn connect(k: usize, p: usize, link: &str) -> Vec<Node> {
     let joined = places(p, link).into_iter().map(|place| Node::connect(place, k));
     block_on(futures::future::join_all(joined)).into_iter().collect::<Result<_, _>>().unwrap()
 }
 
-/// Runs `f(process, node)` on a thread for each node; panics where one does, or is not done by `limit`.
+/// Runs `f(process, node)` on a thread for each node; panics if one of them panics, or is not done within `limit`.
 pub fn play(nodes: Vec<Node>, limit: Duration, f: impl Fn(usize, Node) + Send + Sync + 'static) {
     let f = std::sync::Arc::new(f);
     let (p, (tell, results)) = (nodes.len(), mpsc::channel());
@@ -61,7 +61,7 @@ pub fn play(nodes: Vec<Node>, limit: Duration, f: impl Fn(usize, Node) + Send + 
     }
 }
 
-/// Element `i` of rank `r`'s buffer, for the call that is number `salt`.
+/// Element `i` of rank `r`'s buffer in call number `salt`.
 fn element(r: usize, i: usize, salt: usize) -> i64 {
     ((r + 1) * 1_000_003 + i * 31 + salt * 7) as i64 % 10_007
 }
@@ -75,7 +75,7 @@ fn sum(ranks: std::ops::Range<usize>, len: usize, salt: usize) -> Vec<i64> {
     (0..len).map(|i| ranks.clone().map(|r| element(r, i, salt)).sum()).collect()
 }
 
-/// A node under test: its devices' ranks, and how the next call is awaited.
+/// A node under test: `k` devices, whose ranks begin at `first`, of `n` ranks in all. `salt` is the number of the latest call.
 struct Under<'a> {
     node: &'a mut Node,
     first: usize,
@@ -85,12 +85,12 @@ struct Under<'a> {
 }
 
 impl Under<'_> {
-    /// One for each device, from its rank.
+    /// One value for each device, made from its rank.
     fn each<T>(&self, f: impl Fn(usize) -> T) -> Vec<T> {
         (self.first..self.first + self.k).map(f).collect()
     }
 
-    /// Each device's buffer of the next call.
+    /// Counts a call, and makes each device's buffer for it.
     fn mine(&mut self, len: usize) -> Vec<Vec<i64>> {
         self.salt += 1;
         self.each(|r| data(r, len, self.salt))
@@ -100,7 +100,7 @@ impl Under<'_> {
         sum(0..self.n, len, self.salt)
     }
 
-    /// The result, awaited in turn as a future and by waiting.
+    /// The result of a call, awaited by `wait` in calls with an even number, and as a future in the others.
     #[track_caller]
     fn end<S: Several, O>(&self, work: NodeWork<S, O>) -> S::Of<O> {
         let result = if self.salt.is_multiple_of(2) { work.wait() } else { crate::cases::ended(work) };
@@ -108,7 +108,7 @@ impl Under<'_> {
     }
 
     #[track_caller]
-    /// What the calls with pairs gave: the outputs, once the inputs were looked at.
+    /// Awaits a call with pairs of input and output, checks that the inputs are unchanged, and returns the outputs.
     fn outputs<S: Several<Of<(Vec<i64>, Vec<i64>)> = Vec<(Vec<i64>, Vec<i64>)>>>(
         &self,
         inputs: &[Vec<i64>],
@@ -133,7 +133,7 @@ fn block(all: &[i64], r: usize, len: usize) -> &[i64] {
     &all[r * len..(r + 1) * len]
 }
 
-/// Every call in its several-buffers form, roots at every place.
+/// Makes every call of a node, in its form with several buffers, and with every rank as root.
 pub fn every_call(node: &mut Node) {
     let (k, n) = (node.devices(), node.size());
     let first = node.rank_of(node.process(), 0).unwrap();
@@ -191,7 +191,7 @@ fn for_all(u: &mut Under<'_>, len: usize) {
     }
 }
 
-/// Collectives of `n` blocks of `len`.
+/// Collectives whose buffers have `n` blocks of `len` elements.
 fn blocks(u: &mut Under<'_>, len: usize) {
     let (n, k) = (u.n, u.k);
     let gathered = |u: &Under<'_>| (0..n).flat_map(|r| data(r, len, u.salt)).collect::<Vec<_>>();
@@ -317,7 +317,7 @@ fn exchanges(u: &mut Under<'_>, len: usize) {
     assert_eq!(u.end(work), expected(u));
 }
 
-/// The calls with counts: rank r's is `3 * r + 1`, or 0 for every third.
+/// The calls with counts: the count of rank r is `3 * r + 1`, but 0 for every third rank.
 fn varied(u: &mut Under<'_>) {
     let (n, k) = (u.n, u.k);
     let counts: Vec<usize> = (0..n).map(|r| if r % 3 == 2 { 0 } else { 3 * r + 1 }).collect();
@@ -463,7 +463,7 @@ fn options(u: &mut Under<'_>) {
     assert_eq!(u.end(work), vec![min; u.k]);
 }
 
-/// Every device to every other, by place: small, and large enough to wait for its receive.
+/// Messages from every device to every other, addressed by place: small ones, and ones so large (24 KB) that they wait for their receive.
 fn messages(u: &mut Under<'_>) {
     let (n, k) = (u.n, u.k);
     for len in [5, 3000] {

@@ -1,7 +1,8 @@
-//! Rows that hold every pair of values of every two factors, greedily.
+//! Pairwise testing: rows that together contain every pair of values of every two factors, chosen greedily.
 
-/// Rows over factors with `sizes` values each: every allowed pair of values is in a row. `allowed` sees a row that is
-/// filled in part. Where any value would do, the one of least `cost` is taken, else all in turn. Deterministic.
+/// Rows over factors with `sizes` values each: every allowed pair of values is in some row. `allowed` is called with rows that are
+/// only partly filled. Of values that add equally many new pairs, the one of least `cost` is taken, and among equal costs they take
+/// turns. Deterministic.
 pub fn pairwise(
     sizes: &[usize],
     allowed: impl Fn(&[Option<usize>]) -> bool,
@@ -51,7 +52,7 @@ fn best(
         let gain = fixed.filter(|(g, w)| !pairs.seen(*g, *w, f, v)).count();
         fits.then_some((gain, cost(f, v), v))
     });
-    // Of equals the first in turn.
+    // Of equally good values, the first is kept; `turn` decides which value comes first.
     let better = |a: (usize, u32, usize), b: (usize, u32, usize)| {
         if (b.0, std::cmp::Reverse(b.1)) > (a.0, std::cmp::Reverse(a.1)) { b } else { a }
     };

@@ -1,4 +1,4 @@
-//! The verbs library for tests.
+//! Builds the verbs library for tests, and makes the variables of processes that use it.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -6,14 +6,14 @@ use std::sync::OnceLock;
 
 /// The variable that names the library.
 pub const LIBRARY: &str = "ALLSTREAM_VERBS_LIBRARY";
-/// The variable that describes its devices.
+/// The variable that describes the library's devices.
 pub const HOST: &str = "ALLSTREAM_TEST_VERBS";
 
-/// One port, over which ranks of this host reach each other.
+/// One device with one port, over which ranks of this host reach each other.
 pub const PORT: &str =
     r#"{"devices": [{"name": "test_0", "ports": [{"gids": [{"index": 1, "address": "127.0.0.1"}]}]}]}"#;
 
-/// The variables of a process on a host that this library pretends, and that the environment says no more of.
+/// The variables of a process that uses this library with the devices of `host`. They override what the environment says of RDMA devices.
 pub fn on_host<'a>(library: &'a str, host: &'a str) -> Vec<(&'static str, &'a str)> {
     vec![
         (LIBRARY, library),
@@ -24,23 +24,23 @@ pub fn on_host<'a>(library: &'a str, host: &'a str) -> Vec<(&'static str, &'a st
     ]
 }
 
-/// The variables of a rank whose links go over RDMA, by the library for tests.
+/// The variables of a rank whose links use RDMA, through the library for tests.
 pub fn env() -> Vec<(String, String)> {
     let variables = on_host(library().to_str().unwrap(), PORT);
     let all = variables.into_iter().chain([("ALLSTREAM_LINK", "rdma")]);
     all.map(|(name, value)| (name.to_owned(), value.to_owned())).collect()
 }
 
-/// The versions that the library's symbols have.
+/// The linker's version script, which gives the library's symbols their versions.
 const VERSIONS: &str = include_str!("../verbs/versions.map");
 
-/// The library.
+/// The path of the library.
 pub fn library() -> &'static Path {
     static LINKED: OnceLock<PathBuf> = OnceLock::new();
     LINKED.get_or_init(|| linked("verbs-for-tests.so", VERSIONS))
 }
 
-/// The library as it was before rdma-core 32: without what came with version 1.11 of its symbols.
+/// The path of the library as it was before rdma-core 32: without the symbols of version 1.11.
 pub fn old_library() -> &'static Path {
     static LINKED: OnceLock<PathBuf> = OnceLock::new();
     LINKED.get_or_init(|| {
@@ -48,15 +48,15 @@ pub fn old_library() -> &'static Path {
     })
 }
 
-/// Links the shared library of the archive that cargo builds. By the C compiler, which Rust links with as well: rustc has a table of
-/// symbols of its own for shared libraries, in which they have no versions. The file is never called `libibverbs.so.1`: cargo names its folder in
-/// `LD_LIBRARY_PATH`, where every program that it starts would pick that up.
+/// Links the archive that cargo builds into a shared library. It calls the C compiler, with which Rust links as well, because rustc passes a version
+/// script of its own, which gives symbols no versions. The file is never called `libibverbs.so.1`, because cargo puts its folder into
+/// `LD_LIBRARY_PATH`, where every program that cargo starts would load it.
 fn linked(name: &str, versions: &str) -> PathBuf {
     let archive = crate::cuda::built("verbs-for-tests", "libibverbs.a");
     let file = archive.with_file_name(name);
-    // Other processes may load the library while this one makes it anew.
+    // Made under another name first, as other processes may load the library meanwhile.
     let made = archive.with_file_name(format!("{name}.{}", std::process::id()));
-    let map = made.with_extension("map");
+    let map = archive.with_file_name(format!("{name}.{}.map", std::process::id()));
     std::fs::write(&map, versions).unwrap();
     let mut cc = Command::new("cc");
     cc.args(["-shared", "-Wl,-soname,libibverbs.so.1", "-Wl,--gc-sections", "-o"]).arg(&made);

@@ -1,11 +1,11 @@
-//! The GPT of the example `gpt`, in two measurements that docs/bench/candle.md has.
+//! Two measurements of the GPT of the example `gpt`. Their results are in docs/bench/candle.md.
 //!
-//! `cargo bench --bench gpt -- loss [STEPS [RANKS]]`: its loss after so many steps (500) on so many ranks (2), with gradients that are sent
-//! in 16 bits and without.
+//! `cargo bench --bench gpt -- loss [STEPS [RANKS]]`: its loss after STEPS steps (500) on RANKS ranks (2), with gradients that are sent as
+//! f32, bf16 and f16.
 //!
-//! `benches/gpt.sh`: a larger one in segments, a rank in each of several network namespaces with shaped lines, and how much of the
-//! communication it waits for. Ranks share the cores of one machine there, so computing is measured alone (`gpt alone BATCH`), and each
-//! rank sleeps as long (`gpt rank BUCKET_MB TIMES`).
+//! `benches/gpt.sh`: how much of its communication a larger GPT in segments waits for. Each rank runs in a network namespace with shaped
+//! lines. All ranks share the cores of one machine, so the time to compute is measured before, in one process (`gpt alone BATCH`), and each
+//! rank sleeps as long in place of computing (`gpt rank BUCKET_MB TIMES`).
 
 #[allow(dead_code, reason = "the example's main is not called here")]
 #[path = "../examples/gpt.rs"]
@@ -24,9 +24,9 @@ use example::{Gpt, Size, characters, rows};
 
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error + Send + Sync>>;
 
-/// On lines: 6.3 million weights, 25 MB of gradients.
+/// The model on shaped lines: 6.3 million weights, 25 MB of gradients.
 const LARGE: Size = Size { context: 64, width: 256, heads: 8, blocks: 8 };
-/// The loss is the mean of so many last steps, over all ranks.
+/// The printed loss is the mean of this many last steps, over all ranks.
 const LAST: usize = 20;
 const WARM_UP: usize = 3;
 const ROUNDS: usize = 11;
@@ -36,7 +36,7 @@ const ROUNDS: usize = 11;
 struct Times {
     forward: f64,
     optimizer: f64,
-    /// Of the segments, from the first to the last.
+    /// The backward pass of each segment, from the first to the last.
     backward: Vec<f64>,
 }
 
@@ -58,7 +58,7 @@ fn median(values: impl IntoIterator<Item = f64>) -> f64 {
     values[values.len() / 2]
 }
 
-/// One step, each of whose parts is timed: cut as `Segments` cuts it.
+/// Makes one step, cut as `Segments` cuts it, and times each part.
 fn timed_step(model: &Gpt, optimizer: &mut SGD, inputs: &Tensor, targets: &Tensor) -> Result<Times> {
     let start = Instant::now();
     let mut ends = vec![model.embed(inputs)?];
@@ -91,7 +91,7 @@ fn timed_step(model: &Gpt, optimizer: &mut SGD, inputs: &Tensor, targets: &Tenso
     Ok(Times { forward, optimizer: start.elapsed().as_secs_f64(), backward })
 }
 
-/// What a step takes while nothing else runs: the median of some.
+/// What each part of a step takes while nothing else runs: medians of `ROUNDS` steps.
 fn alone(batch: usize) -> Result<Times> {
     let (text, different) = characters()?;
     let vars = VarMap::new();
@@ -112,7 +112,7 @@ fn alone(batch: usize) -> Result<Times> {
     Times::of(&words).ok_or_else(|| "a step has other parts".into())
 }
 
-/// Stands for what a segment computes from a variable: one number, whose gradient takes this long.
+/// Stands for what a segment computes from a variable: one number, whose backward pass takes so many seconds.
 struct Sleeps(f64);
 
 impl CustomOp1 for Sleeps {
@@ -129,7 +129,7 @@ impl CustomOp1 for Sleeps {
     }
 }
 
-/// The variables of each segment of the model: their names say which.
+/// The variables of each segment of the model, found by their names.
 fn segments(vars: &VarMap) -> Result<Vec<Vec<Var>>> {
     let vars = vars.data().lock().map_err(|_| "a thread panicked")?;
     let is_in = |segment: usize, name: &str| match segment {
@@ -142,7 +142,7 @@ fn segments(vars: &VarMap) -> Result<Vec<Vec<Var>>> {
     Ok((0..LARGE.blocks + 2).map(of).collect())
 }
 
-/// Steps of the model that sleeps. What the report says of each, in seconds: computing, communicating, exposed.
+/// Makes steps of a model that sleeps in place of computing. Gives for each step the report's compute, communication and exposed, in seconds.
 fn steps(
     parallel: &mut DataParallel,
     segments: &[Vec<Var>],
@@ -179,14 +179,14 @@ fn steps(
     Ok(found)
 }
 
-/// On the slowest rank: the median of one of the three.
+/// The median over all steps of one of the three times, on the rank where that is largest.
 fn slowest(comm: &SharedComm, found: &[[f64; 3]], which: usize) -> Result<f64> {
     let mine = median(found.iter().map(|step| step[which]));
     let all = comm.all_gather(vec![mine]).wait().map_err(|failed| failed.error)?;
     Ok(all.into_iter().fold(0.0, f64::max))
 }
 
-/// A rank on a line: prints a row of the table on rank 0. `bucket_mb`: 0 for the default.
+/// Runs a rank on a shaped line. Rank 0 prints a row of the table. `bucket_mb`: 0 for the default.
 fn rank(bucket_mb: usize, times: &Times) -> Result<()> {
     let comm = block_on(Comm::connect(Rendezvous::from_env()?))?;
     let shared = comm.share();
@@ -245,7 +245,7 @@ fn number(word: Option<&String>, default: usize) -> Result<usize> {
 }
 
 fn main() -> Result<()> {
-    // Cargo gives `--bench`, too.
+    // Cargo adds `--bench`.
     let words: Vec<String> = std::env::args().skip(1).filter(|word| word != "--bench").collect();
     match words.first().map(String::as_str) {
         Some("alone") => {

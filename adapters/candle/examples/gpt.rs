@@ -24,17 +24,17 @@ const RATE: f64 = 0.15;
 /// How large a model is.
 #[derive(Clone, Copy)]
 pub struct Size {
-    /// Characters that it sees.
+    /// How many characters it sees at once.
     pub context: usize,
     pub width: usize,
     pub heads: usize,
     pub blocks: usize,
 }
 
-/// The one that this example trains.
+/// The size of the model that this example trains.
 pub const SMALL: Size = Size { context: 32, width: 32, heads: 2, blocks: 2 };
 
-/// What a rank has at its end.
+/// What a rank has when it has trained.
 pub struct Trained {
     /// The weights, by name.
     pub weights: Vec<(String, Tensor)>,
@@ -91,7 +91,7 @@ pub struct Gpt {
     blocks: Vec<Block>,
     norm: LayerNorm,
     width: usize,
-    /// 0 where a character may look at another one, and far below it where that one comes later.
+    /// Added to attention scores: 0 where a character may attend to another one, and -1e9 where that other one comes later.
     mask: Tensor,
 }
 
@@ -150,7 +150,7 @@ impl Gpt {
     }
 }
 
-/// The text as numbers of its characters, and how many different ones it has.
+/// The text, with a number for each character, and how many different characters it has.
 pub fn characters() -> Result<(Vec<u32>, usize)> {
     let mut all: Vec<u8> = TEXT.bytes().collect();
     all.sort_unstable();
@@ -160,7 +160,7 @@ pub fn characters() -> Result<(Vec<u32>, usize)> {
     Ok((TEXT.bytes().map(number).collect::<Result<_>>()?, all.len()))
 }
 
-/// Gives all variables but the norms' the same numbers whenever it is called: candle's own are other ones in every run.
+/// Sets all variables but the norms' to numbers that look random and are the same in every run. Candle's own differ from run to run.
 fn start(vars: &VarMap) -> Result<()> {
     let mut vars: Vec<_> = vars.data().lock().unwrap().clone().into_iter().collect();
     vars.sort_by(|a, b| a.0.cmp(&b.0));
@@ -175,7 +175,7 @@ fn start(vars: &VarMap) -> Result<()> {
     Ok(())
 }
 
-/// Sequences of the text, `shift` characters behind where they begin, a row for each.
+/// A row for each start: the `length` characters of the text that begin `shift` characters after it.
 pub fn rows(
     text: &[u32],
     starts: impl ExactSizeIterator<Item = usize>,
@@ -187,8 +187,8 @@ pub fn rows(
     Tensor::from_iter(rows, &Device::Cpu)?.reshape((n, length))
 }
 
-/// Sequences that rank `rank` of `ranks` trains with in a step, and the same one character on. Sequence i of a step begins at the same
-/// character, whatever the number of ranks.
+/// The inputs of rank `rank` of `ranks` in a step, and its targets: the same sequences, one character later. Sequence i of a step begins at
+/// the same character for any number of ranks.
 fn batch(text: &[u32], step: usize, rank: usize, ranks: usize) -> Result<[Tensor; 2]> {
     let part = BATCH / ranks;
     let starts = (0..part).map(|i| (step * BATCH + rank * part + i) * 97 % (text.len() - SMALL.context - 1));
@@ -202,7 +202,7 @@ fn trained(vars: &VarMap, losses: Vec<f32>) -> Trained {
     Trained { weights, losses }
 }
 
-/// Trains as one rank of `comm`, on its part of every batch, for so many steps; `options` as [`DataParallel::with`] takes them.
+/// Trains as one rank of `comm`, on its part of every batch, for `steps` steps. `options` are those of [`DataParallel::with`].
 pub fn train(comm: &SharedComm, steps: usize, options: Options) -> Result<Trained> {
     let (text, different) = characters()?;
     let vars = VarMap::new();
@@ -226,7 +226,7 @@ pub fn train(comm: &SharedComm, steps: usize, options: Options) -> Result<Traine
     Ok(trained(&vars, losses))
 }
 
-/// The same training on whole batches as candle has it, without ranks and without cuts.
+/// The same training on whole batches by candle alone, without ranks and without cuts.
 pub fn train_alone(steps: usize) -> Result<Trained> {
     let (text, different) = characters()?;
     let vars = VarMap::new();

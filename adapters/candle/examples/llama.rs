@@ -1,8 +1,8 @@
-//! A Llama divided over two ranks, which generates the same tokens as candle-transformers' in one process.
+//! A Llama divided over two ranks, which generates the same tokens as candle-transformers' Llama in one process.
 //!
-//! Teaches: heads and the hidden units of the MLP are divided among ranks. What reads the same input on all ranks is a
-//! `ColumnParallelLinear`, what sums over all heads or units a `RowParallelLinear`: two all-reduces a block. The model is tiny and its
-//! weights are random.
+//! Teaches: heads and the hidden units of the MLP are divided among ranks. A layer that reads the same input on all ranks is a
+//! `ColumnParallelLinear`; a layer that sums over all heads or units is a `RowParallelLinear`. There are two all-reduces a block. The model
+//! is tiny and its weights are random.
 //!
 //! `cargo run --release --example llama`
 
@@ -29,7 +29,7 @@ const NEW_TOKENS: usize = 24;
 
 type Weights = HashMap<String, Tensor>;
 
-/// The weights of the whole model, by candle-transformers' names: the same whenever it is called.
+/// The weights of the whole model, by the names that candle-transformers gives them. They are the same in every run.
 fn weights() -> Result<Weights> {
     let mut all: Vec<(String, Vec<usize>)> = vec![
         ("model.embed_tokens".into(), vec![VOCABULARY, WIDTH]),
@@ -92,7 +92,7 @@ pub fn in_one_process() -> Result<Vec<u32>> {
     Ok(tokens)
 }
 
-/// The parts of the weights that a rank has.
+/// Loads the parts of the weights that a rank needs.
 struct Loader<'a> {
     weights: &'a Weights,
     comm: &'a SharedComm,
@@ -174,7 +174,7 @@ fn rotation(length: usize) -> Result<(Tensor, Tensor)> {
     Ok((angles.cos()?, angles.sin()?))
 }
 
-/// What the ranks of `comm` generate together: every one of them the same.
+/// The tokens that the ranks of `comm` generate together. All ranks get the same.
 pub fn generate(comm: &SharedComm) -> Result<Vec<u32>> {
     let weights = weights()?;
     let from = Loader { weights: &weights, comm };

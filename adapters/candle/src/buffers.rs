@@ -1,4 +1,4 @@
-//! Buffers: variables of a model that its forward passes change and no optimizer does, as the running statistics of a batch normalization.
+//! Buffers: variables that forward passes change and no optimizer does, such as the running statistics of a batch normalization.
 
 use allstream::{ReduceOp, SharedComm};
 use candle_core::{InplaceOp1, Result, Tensor};
@@ -6,19 +6,19 @@ use candle_core::{InplaceOp1, Result, Tensor};
 use crate::params::{self, Param};
 use crate::{AllReduce, Broadcast};
 
-/// How the buffers of all ranks become alike at the end of a step.
+/// What happens to the buffers of all ranks at the end of a step.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum BufferSync {
-    /// All get rank 0's.
+    /// Every rank gets rank 0's values.
     #[default]
     Broadcast,
-    /// All get the mean over all ranks; of integers, which have none, rank 0's.
+    /// Every rank gets the mean over all ranks. Buffers of integers, which have no mean, get rank 0's values.
     Average,
     /// Each rank keeps its own.
     Off,
 }
 
-/// Makes the buffers of all ranks alike, by one collective for each element type.
+/// Makes the buffers of all ranks equal as `how` says, with one collective for each element type.
 pub(crate) fn synchronise(comm: &SharedComm, buffers: &[&Param], how: BufferSync) -> Result<()> {
     if how == BufferSync::Off {
         return Ok(());
@@ -40,7 +40,7 @@ pub(crate) fn synchronise(comm: &SharedComm, buffers: &[&Param], how: BufferSync
     Ok(())
 }
 
-/// Runs an operation once for all these buffers, which have one element type and are on one device.
+/// Runs `op` once on all these buffers together. They must have the same element type and be on the same device.
 fn together(buffers: &[&Param], op: &impl InplaceOp1) -> Result<()> {
     if let [alone] = buffers {
         return alone.var.inplace_op1(op);

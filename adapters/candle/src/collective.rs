@@ -1,4 +1,4 @@
-//! A collective on the elements of a tensor: what it has to do, and what is the same wherever the elements are.
+//! The trait of a collective on a tensor's elements, and what the code for the CPU and for GPUs share: the choice of the type, ranges, errors.
 
 use std::ops::Range;
 
@@ -9,23 +9,23 @@ use candle_core::{DType, Layout, Result, bail};
 
 use crate::error::failed;
 
-/// Gives memory for so many elements, which are zero, in the order of the stream that a collective runs in.
+/// Allocates a buffer of the given number of elements. They are set to zero in the order of the stream in which the collective runs.
 #[cfg(feature = "cuda")]
 pub(crate) type Room<'a, T> = &'a dyn Fn(usize) -> Result<CudarcBuf<T>>;
 
 /// A collective on the elements of one tensor, whatever their type.
 pub(crate) trait Collective {
-    /// What it is called in errors.
+    /// The name that errors give it.
     fn name(&self) -> &'static str;
-    /// Runs it, and waits for its end.
+    /// Runs it on elements in the host's memory, and waits for its end.
     fn run<T: Element>(&self, values: Vec<T>) -> std::result::Result<Vec<T>, Failed<Vec<T>>>;
-    /// Runs it in the order of the stream that the elements are on, for which the host does not wait. `room` gives memory for its result.
+    /// Runs it in the order of the stream that `values` are on; the host does not wait for that stream. `room` allocates memory for the result.
     #[cfg(feature = "cuda")]
     fn run_on_device<T: Element>(&self, values: CudarcBuf<T>, room: Room<'_, T>) -> Result<CudarcBuf<T>>;
 }
 
-/// Runs `$body` with what is inside a storage of the kind `$kind`, a vector or a slice of a device, and what puts such a thing into a storage, for
-/// the types that candle and the engine share.
+/// Matches a storage of the kind `$kind` by its element type, for the types that candle and the engine share, and runs `$body`. There `$values` is
+/// the storage's content, a vector or a slice on a device, and `$wrap` makes a storage from such a content.
 macro_rules! with_values {
     ($kind:ident: $storage:expr, $name:expr, ($values:ident, $wrap:ident) => $body:expr) => {
         $crate::collective::with_values!(@arms $kind: $storage, $name, ($values, $wrap) => $body,
@@ -50,7 +50,7 @@ pub(crate) fn unknown_type(name: &str) -> candle_core::Error {
     ))
 }
 
-/// The elements of a tensor in its storage.
+/// Which elements of a storage a contiguous tensor has. `stored`: how many the storage has.
 pub(crate) fn range(name: &str, layout: &Layout, stored: usize) -> Result<Range<usize>> {
     let (shape, strides) = (layout.shape(), layout.stride());
     let Some((start, end)) = layout.contiguous_offsets() else {
@@ -66,8 +66,8 @@ pub(crate) fn range(name: &str, layout: &Layout, stored: usize) -> Result<Range<
     Ok(start..end)
 }
 
-/// The error of a collective that failed, with what was being done. Ranks that differ see each other's keys alone, so what a key is made of
-/// is said, too.
+/// The error of a collective that failed, with the call and the tensor. The engine's mismatch error shows only the keys of the ranks, so the
+/// text adds that a key is a hash of the shape.
 pub(crate) fn of_tensor(
     name: &str,
     layout: &Layout,
@@ -83,7 +83,7 @@ pub(crate) fn of_tensor(
     failed(format!("{name} of a tensor of {} and shape {:?}{why}", dtype.as_str(), layout.dims()), error)
 }
 
-/// The error for a tensor that is on a device on which nothing runs here.
+/// The error for a tensor on a device that this build cannot use.
 pub(crate) fn on_device(name: &str) -> candle_core::Error {
     let gpus = match cfg!(feature = "cuda") {
         true => "only CUDA devices are known",

@@ -19,7 +19,7 @@ use crate::storage;
 
 pub use segments::Segments;
 
-/// How [`DataParallel`] reduces. The same on all ranks.
+/// How [`DataParallel`] reduces. All ranks must give the same options.
 #[derive(Clone, Copy, Debug, Default)]
 #[must_use = "options do nothing before they are given to DataParallel::with"]
 pub struct Options {
@@ -32,51 +32,51 @@ pub struct Options {
 }
 
 impl Options {
-    /// The sizes of buckets, a sum in place of the mean, and compression to 16 bits.
+    /// Sets the options of the gradient buckets: their sizes, a sum in place of the mean, and compression to 16 bits.
     pub fn buckets(mut self, options: train::Options) -> Options {
         self.buckets = options;
         self
     }
 
-    /// The optimizer's state is divided among the ranks (ZeRO stage 1): each rank's optimizer has the variables that
-    /// [`DataParallel::owned`] gives, [`reduce`](DataParallel::reduce) and [`Segments::backward`] give gradients of those in place of the
-    /// whole ones, and [`DataParallel::gather`] brings the weights together after the optimizer's step. As much is sent as without. Buckets
-    /// cannot be compressed then.
+    /// Divides the optimizer's state among the ranks (ZeRO stage 1). Each rank makes its optimizer from the variables that
+    /// [`DataParallel::owned`] gives. [`reduce`](DataParallel::reduce) and [`Segments::backward`] give gradients of these in place of those of the
+    /// whole variables, and [`DataParallel::gather`] brings the weights together after the optimizer's step. As many bytes are sent as
+    /// without this option. Buckets cannot be compressed then.
     pub fn sharded(mut self, is_sharded: bool) -> Options {
         self.is_sharded = is_sharded;
         self
     }
 
-    /// Variables that are buffers, as torch calls what its `register_buffer` takes: they have no gradient, and forward passes may change them.
-    /// Each of these is a whole name, or the part of one behind its last dot. Buffers without being named here are the running statistics of
-    /// candle_nn's `BatchNorm` (`running_mean` and `running_var`) and all variables of integers.
+    /// Names variables that are buffers, such as those of torch's `register_buffer`: they have no gradient, and forward passes may change them.
+    /// Give a variable's whole name, or the part of its name after the last dot. The running statistics of candle_nn's `BatchNorm`
+    /// (`running_mean` and `running_var`) and all variables of integers are buffers even if they are not named here.
     pub fn buffer_names(mut self, names: &'static [&'static str]) -> Options {
         self.buffer_names = names;
         self
     }
 
-    /// Whether all ranks get rank 0's buffers at the end of each step (the default), or each rank keeps its own, of which rank 0's are then
-    /// saved.
+    /// Whether all ranks get rank 0's buffers at the end of each step (the default). With `false` each rank keeps its own, and
+    /// [`VarMap::save`] saves those of the rank that calls it.
     pub fn broadcast_buffers(mut self, are_broadcast: bool) -> Options {
         self.buffers = if are_broadcast { BufferSync::Broadcast } else { BufferSync::Off };
         self
     }
 
-    /// All ranks get the mean of their buffers at the end of each step, in place of rank 0's; of integers still rank 0's.
+    /// Gives all ranks the mean of their buffers at the end of each step, in place of rank 0's. Buffers of integers still get rank 0's values.
     pub fn average_buffers(mut self) -> Options {
         self.buffers = BufferSync::Average;
         self
     }
 
-    /// Variables may be without a gradient on some ranks or on all: they count as zeros where another rank has one. Costs one small
-    /// collective a step. Without it such a step is an error that names them.
+    /// Allows that variables have no gradient on some ranks or on all. If any rank has one, those without count as zeros in the mean. Costs
+    /// one small collective a step. Without this option such a step is an error, which names the variables.
     pub fn unused_variables(mut self, are_allowed: bool) -> Options {
         self.is_partial = are_allowed;
         self
     }
 
-    /// The weights are compared between all ranks, by a hash of each variable, at the start of every `steps`-th step (0, the default:
-    /// never).
+    /// Compares the weights of all ranks, by a hash of each variable, when the first and every `steps`-th step after it is reduced (0, the
+    /// default: never).
     pub fn compare_every(mut self, steps: u64) -> Options {
         self.compare_every = steps;
         self
@@ -85,24 +85,24 @@ impl Options {
 
 /// Data parallel training: every rank has the whole model and a part of the batch, and the gradients are averaged.
 ///
-/// candle's `backward` returns all gradients at its end, so [`reduce`](Self::reduce) overlaps with nothing;
-/// [`segments`](Self::segments) does, for a model that is cut.
+/// candle's `backward` returns all gradients at its end, so [`reduce`](Self::reduce) cannot begin before that. To reduce gradients
+/// during the backward pass, cut the model into [`segments`](Self::segments).
 ///
-/// It has a communicator of its own ([`dup`](SharedComm::dup)), and every call waits for its end. After an error of a step, and after
-/// one that only this rank has (a missing gradient), that communicator is dead on all ranks, so that none waits for another; `comm` itself
-/// lives. [`cause`](crate::cause) finds the engine's error in candle's.
+/// It has a communicator of its own, a [`dup`](SharedComm::dup) of `comm`, and each call waits for what it sends. If a step fails, even if
+/// on one rank only (a missing gradient), that communicator is dead on all ranks, so that no rank waits for another; `comm` itself can
+/// still be used. [`cause`](crate::cause) finds the engine's error in candle's.
 ///
-/// What has no gradient by its kind, as the running statistics of a `BatchNorm`, is a buffer: see [`Options::broadcast_buffers`].
+/// A variable that never has a gradient, such as a running statistic of a `BatchNorm`, is a buffer: see [`Options::broadcast_buffers`].
 ///
-/// Copies of a gradient on the CPU: one into the buffer that is reduced, which then becomes the reduced gradient. Those of less than 64 KB
-/// are copied twice more, to and from one buffer for all of a bucket.
+/// On the CPU each gradient is copied once, into the buffer that is reduced and then becomes the reduced gradient. Gradients of less than
+/// 64 KB, and compressed ones, are copied twice more: into a buffer that all of a bucket share, and back.
 pub struct DataParallel {
     comm: SharedComm,
     /// All variables, by name.
     params: Vec<Param>,
-    /// The places in `params` of those that have gradients: the others are buffers.
+    /// The indices in `params` of the variables that have gradients. The others are buffers.
     trained: Vec<usize>,
-    /// Where the optimizer's state is divided: for each of those what this rank owns. Else empty.
+    /// If the optimizer's state is divided: for each variable in `trained`, the part that this rank owns. Else empty.
     shards: Vec<Option<Shard>>,
     /// Whether a step has ended after which the weights were not gathered yet.
     is_ungathered: bool,
@@ -110,7 +110,7 @@ pub struct DataParallel {
     buckets: Option<Buckets<AnyBuf>>,
     options: Options,
     steps: u64,
-    /// On a device: what the segments of this step have given of a variable's gradient, where more is to come.
+    /// For each variable on a device: the sum of the gradients that this step's segments have given so far, while more are to come.
     sums: Vec<Option<Tensor>>,
 }
 
@@ -125,7 +125,7 @@ impl DataParallel {
     /// of `comm` call it, when the model is built.
     ///
     /// # Errors
-    /// On all ranks alike where names, types or shapes differ, or the map is empty; else as a collective.
+    /// On all ranks alike, if names, types or shapes differ, or the map is empty. Else the errors of a collective.
     pub fn new(comm: &SharedComm, vars: &VarMap) -> Result<DataParallel> {
         DataParallel::with(comm, vars, Options::default())
     }
@@ -142,7 +142,7 @@ impl DataParallel {
         let own = block_on(comm.dup()).map_err(|e| failed("make a communicator for DataParallel", e))?;
         let own = own.share();
         let params = params::sorted(vars, options.buffer_names)?;
-        params::agree(&own, &params)?;
+        params::agree(&own, format!("{options:?}"), &params)?;
         params::broadcast(&own, &params)?;
         let trained: Vec<usize> = (0..params.len()).filter(|i| !params[*i].is_buffer).collect();
         let mut layout = Vec::new();
@@ -151,7 +151,7 @@ impl DataParallel {
             let shape = train::Param::new(dtype, param.var.elem_count());
             layout.push(if param.var.device().is_cuda() { shape.on_device() } else { shape });
         }
-        // On a device of the caller's communicator, so that the buckets are bound to the device that it is bound to.
+        // For gradients on a device the caller's communicator is given: the buckets are bound to the device to which it is bound, and `own` to none.
         let of = if layout.iter().any(train::Param::is_on_device) { comm } else { &own };
         let buckets = block_on(Buckets::<AnyBuf>::with(of, &layout, of_buckets))
             .map_err(|e| failed("make buckets for the gradients", e))?;
@@ -174,13 +174,13 @@ impl DataParallel {
         })
     }
 
-    /// Replaces the gradient of every variable by its mean over all ranks, and makes buffers alike. Between `loss.backward()?` and the
-    /// optimizer's step.
+    /// Replaces the gradient of every variable by its mean over all ranks, and makes the buffers of all ranks equal. Call it between
+    /// `loss.backward()?` and the optimizer's step.
     ///
     /// # Errors
-    /// Where a variable has no gradient (it names them), a gradient does not fit its variable, weights differ between ranks
-    /// ([`Options::compare_every`]), weights were not [gathered](Self::gather), or the communication fails. No further step is possible then. The gradients in the store are this
-    /// rank's own, as they were.
+    /// If a variable has no gradient (the error names all such variables), a gradient does not fit its variable, weights differ between
+    /// ranks ([`Options::compare_every`]), weights were not [gathered](Self::gather), or the communication fails. No further step is
+    /// possible then. The store has this rank's own gradients again.
     pub fn reduce(&mut self, grads: &mut GradStore) -> Result<()> {
         self.begin()?;
         let own: Vec<Option<Tensor>> =
@@ -216,9 +216,9 @@ impl DataParallel {
         self.buckets.as_ref()?.report()
     }
 
-    /// The variables that this rank's optimizer is made of, in the order of their names: all that have gradients; where the optimizer's state
-    /// is divided ([`Options::sharded`]), of each the elements that this rank owns, as a variable of one dimension with values of its own. Those
-    /// of which it owns nothing are left out.
+    /// The variables from which to make this rank's optimizer, in the order of their names: all that have gradients. If the optimizer's state
+    /// is divided ([`Options::sharded`]), each is replaced by a new variable of one dimension, with a copy of the elements that this rank
+    /// owns, or left out if this rank owns none of its elements.
     ///
     /// ```
     /// # use allstream::Comm;
@@ -241,14 +241,14 @@ impl DataParallel {
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     ///
-    /// The values are those at the time when `DataParallel` was made: after [`VarMap::load`], which changes the whole variables only, make
-    /// `DataParallel` and the optimizer anew.
+    /// The copies are made when `DataParallel` is made. [`VarMap::load`] changes the whole variables only: after it, make `DataParallel` and
+    /// the optimizer anew.
     pub fn owned(&self) -> Vec<Var> {
         (0..self.trained()).filter_map(|i| self.optimized(i)).cloned().collect()
     }
 
-    /// Brings the weights together, each of which one rank's optimizer has updated ([`Options::sharded`]): all ranks get all of them, in the
-    /// variables of the `VarMap`. Collective, after the optimizer's step. Does nothing where the optimizer's state is not divided.
+    /// Gives all ranks all updated weights, in the variables of the `VarMap`. Before, each element is updated only on the rank that owns it
+    /// ([`Options::sharded`]). Collective, after the optimizer's step. Does nothing if the optimizer's state is not divided.
     ///
     /// # Errors
     /// Where the communication fails; no further step is possible then.
@@ -283,20 +283,20 @@ impl DataParallel {
         Ok(())
     }
 
-    /// Scales all gradients by one factor where the norm of the whole model's gradients is more than `most`, so that it is `most` then. Gives
-    /// the norm that they had. Between [`reduce`](Self::reduce), or [`Segments::backward`], and the optimizer's step.
+    /// Scales all gradients by one factor if the norm of the whole model's gradients is more than `most`, so that the norm becomes `most`.
+    /// Returns the norm before that. Call it between [`reduce`](Self::reduce), or [`Segments::backward`], and the optimizer's step.
     ///
-    /// The norm and the factor have the same bits on all ranks: squares are added up in `f64`, in the order of the variables' names. A sum
-    /// over `VarMap::all_vars` has not: that is in the order of a `HashMap`, another one in each process, and ranks whose factors differ in
-    /// the last bit drift apart. Variables without a gradient count as zeros.
+    /// The norm and the factor have the same bits on all ranks: squares are added up in `f64`, in the order of the variables' names. A loop
+    /// over `VarMap::all_vars` has the order of a `HashMap`, which differs in each process: norms then differ in the last bits, and the
+    /// weights of the ranks drift apart. Variables without a gradient count as zeros.
     ///
-    /// For whole gradients on the CPU nothing is sent. Where they are divided among the ranks ([`Options::sharded`]) or on a device it is
-    /// collective: one number for each variable.
+    /// For whole gradients on the CPU nothing is sent. If gradients are divided among the ranks ([`Options::sharded`]) or on a device, this
+    /// is a collective of one number for each variable.
     ///
     /// # Errors
-    /// On all ranks alike, and nothing is changed: a gradient with a NaN or an infinity, whose variable is named (leave the optimizer's step
-    /// out then); a limit that is not positive and finite; gradients that were not reduced. Where the communication fails, no further step
-    /// is possible.
+    /// Nothing is changed if a gradient has a NaN or an infinity (on all ranks alike; the error names its variable: skip the optimizer's
+    /// step), if `most` is not positive and finite, or if gradients that are to be divided among the ranks were not reduced yet. If the
+    /// communication fails, no further step is possible.
     pub fn clip_norm(&mut self, grads: &mut GradStore, most: f64) -> Result<f64> {
         if !(most.is_finite() && most > 0.0) {
             bail!("clip_norm: the most that the norm may be is {most}, expected a number above 0");
@@ -319,13 +319,18 @@ impl DataParallel {
         };
         if let Some(i) = squares.iter().position(|squares| !squares.is_finite()) {
             bail!(
-                "clip_norm: the squares of the gradient of {} add up to {}: it has elements that are no finite numbers, or too large ones; \
+                "clip_norm: the squares of the gradient of {} add up to {}: it has a NaN, an infinity, or elements whose squares are too large for f64; \
                  leave this step out",
                 self.param(i).name,
                 squares[i]
             );
         }
         let norm = squares.iter().sum::<f64>().sqrt();
+        if !norm.is_finite() {
+            bail!(
+                "clip_norm: the squares of all gradients together are too large for f64; leave this step out"
+            );
+        }
         if norm > most {
             for var in (0..self.trained()).filter_map(|i| self.optimized(i)) {
                 if let Some(grad) = grads.get(var.as_tensor()) {
@@ -337,7 +342,7 @@ impl DataParallel {
         Ok(norm)
     }
 
-    /// The sums of squares of the whole variables, the same bits on all ranks.
+    /// Makes the sums of squares equal on all ranks, to the bit: adds up those of divided gradients; of gradients on a device takes rank 0's.
     fn agreed(&self, squares: Vec<f64>) -> std::result::Result<Vec<f64>, allstream::Error> {
         if !self.shards.is_empty() {
             return Ok(self.comm.all_reduce(squares).wait()?);
@@ -348,12 +353,12 @@ impl DataParallel {
         Ok(squares)
     }
 
-    /// Compares the weights between all ranks, by a hash of each variable, and the buffers, unless each rank keeps its own. Collective.
-    /// Between the end of a step and the next forward pass in training, which changes buffers.
+    /// Compares the weights of all ranks, by a hash of each variable, and also the buffers, unless each rank keeps its own. Collective.
+    /// Call it between the end of a step and the next forward pass in training, which changes buffers.
     ///
     /// # Errors
-    /// On all ranks alike where weights or buffers differ: it names variables and the ranks, and says which of the two they are. Else as a
-    /// collective.
+    /// On all ranks alike, if weights or buffers differ: the error says which of the two, and names the variables and the ranks. Else the
+    /// errors of a collective.
     pub fn compare(&self) -> Result<()> {
         self.compare_those(|param| !param.is_buffer || self.options.buffers != BufferSync::Off)
     }
@@ -363,7 +368,7 @@ impl DataParallel {
         params::compare(&self.comm, &these, &format!("after {} steps", self.steps))
     }
 
-    /// Ends it on all ranks, between two steps: what went wrong and was not heard of yet is an error here.
+    /// Ends `DataParallel` between two steps. All ranks call this. A failure that no call has reported yet is reported here.
     ///
     /// # Errors
     /// As [`Comm::close`](allstream::Comm::close).
@@ -374,17 +379,17 @@ impl DataParallel {
         }
     }
 
-    /// Variables that have gradients.
+    /// The number of variables that have gradients.
     fn trained(&self) -> usize {
         self.trained.len()
     }
 
-    /// The i-th of those.
+    /// The i-th variable that has a gradient.
     fn param(&self, i: usize) -> &Param {
         &self.params[self.trained[i]]
     }
 
-    /// What the optimizer has of the i-th: all of it, or what this rank owns, if that is anything.
+    /// The variable that the optimizer has for the i-th: the whole one, or the part that this rank owns; `None` if it owns nothing of it.
     fn optimized(&self, i: usize) -> Option<&Var> {
         match self.shards.get(i) {
             None => Some(&self.param(i).var),
@@ -392,7 +397,7 @@ impl DataParallel {
         }
     }
 
-    /// Before the first gradient of a step.
+    /// Checks what must hold before the first gradient of a step is handed in.
     fn begin(&mut self) -> Result<()> {
         if self.buckets.is_none() {
             return Err(ended());
@@ -413,7 +418,7 @@ impl DataParallel {
         }
     }
 
-    /// Weights that an optimizer has changed and nobody has gathered are an error: training would go on from the old ones.
+    /// An error if the optimizer has changed weights that were not gathered since: training would go on from the old ones.
     fn check_gathered(&self) -> Result<()> {
         for (i, shard) in self.shards.iter().enumerate() {
             let param = self.param(i);
@@ -429,7 +434,7 @@ impl DataParallel {
         Ok(())
     }
 
-    /// Hands in a gradient; more of the same variable follow in this step, or not.
+    /// Hands in a gradient. `more`: further gradients of the same variable follow in this step, and are added to it.
     fn push(&mut self, i: usize, grad: &Tensor, more: bool) -> Result<()> {
         match self.try_push(i, grad, more) {
             Ok(()) => Ok(()),
@@ -448,10 +453,10 @@ impl DataParallel {
                 var.dims()
             );
         }
-        // Without the graph that it was computed by, which would be kept until the last segment's gradient is here.
+        // Detached: else the graph that computed it would be kept until the last segment's gradient is here.
         let mut grad = grad.detach();
         if var.device().is_cuda() {
-            // Buckets add up what is on the host alone.
+            // Buckets add up gradients on the host only, so gradients on a device are added up here.
             if let Some(sum) = self.sums[i].take() {
                 grad = (sum + grad)?;
             }
@@ -481,7 +486,7 @@ impl DataParallel {
 
     fn try_finish(&mut self, grads: &mut GradStore) -> Result<()> {
         for i in 0..self.sums.len() {
-            // Of a variable of which a later segment had no gradient after all.
+            // One more segment was expected to give a gradient of this variable, and gave none.
             if let Some(sum) = self.sums[i].take() {
                 self.try_push(i, &sum, false)?;
             }
@@ -515,13 +520,13 @@ impl DataParallel {
         }
         let buffers: Vec<&Param> = self.params.iter().filter(|param| param.is_buffer).collect();
         for buffer in &buffers {
-            // Where a loss depends on one: no optimizer is to change it.
+            // A loss that depends on a buffer gives it a gradient, by which an optimizer would change it.
             grads.remove(buffer.var.as_tensor());
         }
         buffers::synchronise(&self.comm, &buffers, self.options.buffers)
     }
 
-    /// Which variables have no gradient, of those that have come: an error where all must have one.
+    /// An error that names the variables without a gradient, if all must have one; it ends the communicators. `has`: whether the i-th has one.
     fn check_all_have(&mut self, has: impl Fn(usize) -> bool) -> Result<()> {
         if self.options.is_partial || (0..self.trained()).all(&has) {
             return Ok(());
@@ -535,7 +540,7 @@ impl DataParallel {
         Err(self.end(error))
     }
 
-    /// Ends the communicator on all ranks, so that none waits for what this rank does not do any more.
+    /// Ends the communicators on all ranks, so that no rank waits for what this one will not do. Gives the error back.
     fn end(&mut self, error: candle_core::Error) -> candle_core::Error {
         if let Some(buckets) = self.buckets.take() {
             drop(block_on(buckets.abandon(error.to_string())));
@@ -545,7 +550,7 @@ impl DataParallel {
     }
 }
 
-/// For calls after a step that failed.
+/// The error of calls after a step that failed.
 fn ended() -> candle_core::Error {
     candle_core::Error::Msg(
         "DataParallel: a step has failed before, expected none: make a new one, of the ranks that are left, from the weights that one of \

@@ -1,14 +1,14 @@
-//! Errors: the engine's inside of candle's, with what was being done; and the way back.
+//! Errors: wraps the engine's errors in candle's, with what was being done, and finds them again.
 
 use candle_core::Error;
 
-/// An error of the engine as one of candle's: it says what was being done, and [`cause`] finds it again.
+/// Wraps an error of the engine in one of candle's, which says what was being done. [`cause`] finds the engine's error again.
 pub(crate) fn failed(doing: impl Into<String>, error: allstream::Error) -> Error {
     Error::WrappedContext { wrapped: Box::new(error), context: doing.into() }
 }
 
-/// The engine's error inside one of candle's, if that is why it failed: to tell a rank that was lost
-/// ([`allstream::Error::PeerLost`]) from a tensor of a wrong shape.
+/// The engine's error inside an error of candle's; `None` if there is none. By it a lost rank ([`allstream::Error::PeerLost`]) can be
+/// told from a tensor of a wrong shape.
 ///
 /// ```
 /// use allstream::{Comm, ReduceOp};

@@ -14,10 +14,10 @@ use candle_core::{Device, Layout, Result, Storage, Tensor, bail};
 use crate::collective::{Collective, of_tensor, on_device, range, with_values};
 use crate::error::failed;
 
-/// The number by which the driver knows the stream that every thread has for itself, and which is candle's unless it is told otherwise.
+/// The driver's handle (`CU_STREAM_PER_THREAD`) for a stream of which every thread has its own. `Device::new_cuda` makes devices that use it.
 const PER_THREAD: usize = 2;
 
-/// The stream of a device's tensors, if it is the same one on all threads.
+/// The stream of a device's tensors. It must be the same stream on all threads.
 fn stream_of(name: &str, device: &CudaDevice) -> Result<Arc<CudaStream>> {
     let stream = device.cuda_stream();
     if stream.cu_stream() as usize == PER_THREAD {
@@ -41,7 +41,7 @@ fn buffer<T: Element>(name: &str, slice: CudaSlice<T>) -> Result<CudarcBuf<T>> {
     CudarcBuf::new(slice).map_err(|refused| failed(format!("{name} of a tensor on a GPU"), refused.error))
 }
 
-/// Makes `stream` wait for a collective, and gives what comes of it in the order of that stream.
+/// Makes `stream` wait for a collective, and returns the collective's result, which may be used in the order of that stream.
 pub(crate) fn in_order<O: Send + 'static, F: Send + 'static>(
     stream: &DeviceStream,
     work: Work<O, F>,
@@ -50,7 +50,7 @@ pub(crate) fn in_order<O: Send + 'static, F: Send + 'static>(
     ordered.map_err(|refused| failed("run a collective on a GPU", refused.error))
 }
 
-/// A collective on elements that nobody else has.
+/// Runs a collective on a slice that nothing else uses.
 fn run<T: Element + DeviceRepr + ValidAsZeroBits>(
     op: &impl Collective,
     device: &CudaDevice,
@@ -60,7 +60,7 @@ fn run<T: Element + DeviceRepr + ValidAsZeroBits>(
     op.run_on_device(buffer(op.name(), slice)?, &room).map(CudarcBuf::into_inner)
 }
 
-/// A collective into a new storage: one copy of the input, on the device.
+/// Runs a collective on a copy of the input, made on the device, and gives its result as a new storage.
 pub(crate) fn apply(op: &impl Collective, storage: &CudaStorage, layout: &Layout) -> Result<CudaStorage> {
     let (device, stream) = (storage.device.clone(), stream_of(op.name(), &storage.device)?);
     let ran: Result<CudaStorageSlice> = with_values!(CudaStorageSlice: &storage.slice, op.name(), (slice, wrap) => {
@@ -71,8 +71,8 @@ pub(crate) fn apply(op: &impl Collective, storage: &CudaStorage, layout: &Layout
     Ok(CudaStorage { slice, device })
 }
 
-/// A collective in the storage of a tensor. Where the tensor has all of its storage nothing is copied; of a part of it there are two
-/// copies, out and in. After a failure the elements are unspecified, but as many as before.
+/// Runs a collective in the storage of a tensor. If the tensor is all of its storage, nothing is copied. If it is a part, its elements are
+/// copied out, and the result is copied back in. After a failure the values are unspecified, and as many as before, if there is memory for them.
 pub(crate) fn apply_in_place(op: &impl Collective, storage: &mut CudaStorage, layout: &Layout) -> Result<()> {
     let stream = stream_of(op.name(), &storage.device)?;
     let device = storage.device.clone();
@@ -101,7 +101,7 @@ fn in_place<T: Element + DeviceRepr + ValidAsZeroBits>(
             Ok(())
         }
         Err(error) => {
-            // What was in flight may still be touched, and is not given back. The tensor must have its elements all the same.
+            // The buffer does not come back, as the operation may still touch it. The tensor gets zeros, as it must have all its elements.
             if let Ok(zeros) = device.alloc_zeros::<T>(len) {
                 *slice = zeros;
             }
@@ -134,7 +134,7 @@ pub(crate) fn to_buf(name: &str, tensor: &Tensor) -> Result<AnyBuf> {
     })
 }
 
-/// A tensor of the shape and on the device of another one that takes over a buffer that [`to_buf`] has made of floats. Nothing is copied.
+/// Makes a tensor of a buffer of floats that [`to_buf`] has made, with the shape and on the device of `like`. It takes the buffer over: nothing is copied.
 pub(crate) fn from_buf(name: &str, buf: AnyBuf, like: &Tensor) -> Result<Tensor> {
     let take_f32 =
         |buf: AnyBuf| buf.into_inner().map(|buf| CudaStorageSlice::F32(CudarcBuf::into_inner(buf)));

@@ -17,7 +17,7 @@ use crate::gpu;
 use crate::gpu::in_order;
 use crate::storage::{self, apply, apply_in_place};
 
-/// The forward passes of an operation, by what `prepared` makes of it for a layout: the collective, and the shape of its result.
+/// The forward passes of an operation. Its method `prepared` gives, for the layout of the input, the collective and the shape of the result.
 macro_rules! forward {
     () => {
         fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
@@ -34,7 +34,7 @@ macro_rules! forward {
     };
 }
 
-/// The same in place, of an operation whose result has the shape of its input.
+/// The same for an operation in place, whose result has the shape of its input.
 macro_rules! forward_in_place {
     () => {
         fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> Result<()> {
@@ -49,14 +49,14 @@ macro_rules! forward_in_place {
     };
 }
 
-/// What a vector of a collective comes back as.
+/// What `Collective::run` returns.
 type Ran<T> = std::result::Result<Vec<T>, Failed<Vec<T>>>;
 
-/// The sum over all ranks, on every rank. Backward: the gradient as it is (Megatron's *g*).
+/// The sum over all ranks, on every rank. Backward: the gradient is passed on unchanged (Megatron's *g*).
 ///
-/// That is the gradient where what follows is computed alike on all ranks, and its loss counts once, as behind a
-/// [`RowParallelLinear`](crate::RowParallelLinear). Where every rank computes a loss of its own from the sum, and all of them count, put
-/// an [`AllReduceBackward`] behind it.
+/// That is right if all ranks compute the same loss from the sum, and that loss counts once, as behind a
+/// [`RowParallelLinear`](crate::RowParallelLinear). If each rank computes a loss of its own from the sum, and the losses of all ranks
+/// count, put an [`AllReduceBackward`] behind it.
 ///
 /// Copies on the CPU: `apply_op1` makes one, of the input; `inplace_op1` makes none, and gives no gradient.
 ///
@@ -85,7 +85,7 @@ impl AllReduce {
         AllReduce { comm: comm.clone(), op: ReduceOp::Sum, key: 0 }
     }
 
-    /// Another reduction. Of an average the gradient is divided by the number of ranks; others have none.
+    /// Takes another reduction. For an average the gradient is divided by the number of ranks. Others, except the sum, have no gradient.
     pub fn op(mut self, op: ReduceOp) -> AllReduce {
         self.op = op;
         self
@@ -132,12 +132,12 @@ impl InplaceOp1 for AllReduce {
     forward_in_place!();
 }
 
-/// The input as it is. Backward: the sum of the gradients of all ranks (Megatron's *f*).
+/// Gives the input unchanged. Backward: the sum of the gradients of all ranks (Megatron's *f*).
 ///
-/// It stands before what ranks compute differently from the same input, as a
-/// [`ColumnParallelLinear`](crate::ColumnParallelLinear) does.
+/// Put it before a layer that computes something different on each rank from the same input, such as a
+/// [`ColumnParallelLinear`](crate::ColumnParallelLinear), which has it built in.
 ///
-/// Copies on the CPU: one of the input, forward; none of a contiguous gradient but the one that the sum needs, backward.
+/// Copies on the CPU: forward one, of the input; backward one, of the gradient, and one more if that is not contiguous.
 #[derive(Clone, Debug)]
 pub struct AllReduceBackward(SharedComm);
 
@@ -148,7 +148,7 @@ impl AllReduceBackward {
     }
 }
 
-/// What changes nothing.
+/// Sends nothing, and gives its input back.
 struct Identity;
 
 impl Collective for Identity {
@@ -181,7 +181,7 @@ impl CustomOp1 for AllReduceBackward {
 }
 
 /// The tensors of all ranks, one after another along dimension 0, on every rank. Backward: the gradients of all ranks are summed, and each
-/// rank gets the part for what it gave (a [`ReduceScatter`]).
+/// rank gets the part of the sum for its own tensor (a [`ReduceScatter`]).
 ///
 /// That is the gradient of the sum of all ranks' losses. [`replicated`](Self::replicated) is for results that all ranks use alike.
 ///
@@ -194,13 +194,13 @@ pub struct AllGather {
 }
 
 impl AllGather {
-    /// A gathering of the tensors of all ranks of `comm`, which have one shape.
+    /// Gathers the tensors of all ranks of `comm`, which must have the same shape.
     pub fn new(comm: &SharedComm) -> AllGather {
         AllGather { comm: comm.clone(), is_replicated: false, key: 0 }
     }
 
-    /// What follows is computed alike on all ranks, and its loss counts once: backward each rank takes the part of the gradient for what it
-    /// gave, and nothing is sent.
+    /// For a result from which all ranks compute the same loss, which counts once: backward each rank takes the part of the gradient for its
+    /// own tensor, and nothing is sent.
     pub fn replicated(mut self) -> AllGather {
         self.is_replicated = true;
         self
@@ -258,8 +258,8 @@ impl CustomOp1 for AllGather {
     }
 }
 
-/// The sum of the tensors of all ranks, of which rank r gets the r-th of as many equal parts along dimension 0. Backward: the gradients of
-/// all parts, on every rank (an [`AllGather`]).
+/// The sum of the tensors of all ranks, divided along dimension 0 into as many equal parts as there are ranks: rank r gets the r-th.
+/// Backward: the gradients of all parts, on every rank (an [`AllGather`]).
 ///
 /// Copies on the CPU: one of the input. [`reduce_scatter`] takes another dimension.
 #[derive(Clone, Debug)]
@@ -328,7 +328,7 @@ pub struct Broadcast {
 }
 
 impl Broadcast {
-    /// From rank `root` to the ranks of `comm`, whose tensors have the same shape.
+    /// Sends the tensor of rank `root` to all ranks of `comm`, whose tensors must have the same shape.
     pub fn new(comm: &SharedComm, root: Rank) -> Broadcast {
         Broadcast { comm: comm.clone(), root, key: 0 }
     }
@@ -368,7 +368,7 @@ impl InplaceOp1 for Broadcast {
     forward_in_place!();
 }
 
-/// The sum of all ranks' tensors on the root, zeros on the others: a [`Broadcast`] backwards.
+/// The sum of all ranks' tensors on the root, zeros on the others: the backward pass of a [`Broadcast`].
 struct Reduce(Broadcast);
 
 impl Collective for Reduce {
@@ -402,12 +402,12 @@ impl CustomOp1 for Reduce {
     forward!();
 }
 
-/// An [`AllGather`] along any dimension. Where that is not the first one, candle copies the input and its result once more, to turn them.
+/// An [`AllGather`] along any dimension. If that is not dimension 0, candle copies the input and the result once more, to transpose them.
 pub fn all_gather(x: &Tensor, op: AllGather, dim: usize) -> Result<Tensor> {
     along("all_gather", x, op, dim)
 }
 
-/// A [`ReduceScatter`] along any dimension. Where that is not the first one, candle copies the input and its result once more, to turn
+/// A [`ReduceScatter`] along any dimension. If that is not dimension 0, candle copies the input and the result once more, to transpose
 /// them.
 pub fn reduce_scatter(x: &Tensor, op: ReduceScatter, dim: usize) -> Result<Tensor> {
     along("reduce_scatter", x, op, dim)

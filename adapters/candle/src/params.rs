@@ -1,4 +1,4 @@
-//! The variables of a model, in an order that all ranks have: compared, broadcast, and fingerprinted.
+//! The variables of a model, in the same order on all ranks: how they are compared and broadcast.
 
 use allstream::SharedComm;
 use candle_core::{DType, Result, Var, bail};
@@ -9,7 +9,7 @@ use crate::error::failed;
 use crate::gpu;
 use crate::storage::fingerprint;
 
-/// Names that an error lists.
+/// The most names that an error lists.
 const MOST_NAMED: usize = 8;
 
 /// The last parts of the names that candle_nn's `BatchNorm` gives its running statistics.
@@ -24,7 +24,7 @@ pub(crate) struct Param {
 }
 
 impl Param {
-    /// As ranks compare it and errors show it.
+    /// The text that ranks compare and errors show.
     fn describe(&self) -> String {
         let place = if self.var.device().is_cpu() { "" } else { " on a device" };
         let kind = if self.is_buffer { ", a buffer" } else { "" };
@@ -32,7 +32,7 @@ impl Param {
     }
 }
 
-/// Whether a variable of this name and type is a buffer: one of integers is.
+/// Whether a variable is a buffer: if it is of integers, a running statistic of a `BatchNorm`, or named in `more`.
 fn is_buffer(name: &str, dtype: DType, more: &[&str]) -> bool {
     let last = name.rsplit('.').next().unwrap_or(name);
     !dtype.is_float()
@@ -40,7 +40,7 @@ fn is_buffer(name: &str, dtype: DType, more: &[&str]) -> bool {
         || more.iter().any(|other| *other == last || *other == name)
 }
 
-/// The variables of a map by name: a map has no order of its own. `buffers`: names of those that are buffers, beside the usual ones.
+/// The variables of a map, sorted by name, as a map has no order of its own. `buffers`: names of buffers, besides the usual ones.
 pub(crate) fn sorted(vars: &VarMap, buffers: &[&str]) -> Result<Vec<Param>> {
     let Ok(data) = vars.data().lock() else {
         bail!(
@@ -56,15 +56,15 @@ pub(crate) fn sorted(vars: &VarMap, buffers: &[&str]) -> Result<Vec<Param>> {
     Ok(params)
 }
 
-/// Compares names, types and shapes between all ranks: all get the same verdict. A rank that has something against its own part says so
-/// here, so that the others hear of it.
-pub(crate) fn agree(comm: &SharedComm, params: &[Param]) -> Result<()> {
-    const DOING: &str = "compare the variables of all ranks";
+/// Compares options, and names, types and shapes of variables, between all ranks: all get the same verdict. A rank that cannot use a variable of its own says so
+/// here, so that all ranks get that error.
+pub(crate) fn agree(comm: &SharedComm, options: String, params: &[Param]) -> Result<()> {
+    const DOING: &str = "compare the options and variables of all ranks";
     let refused =
         |param: &Param| gpu::check(&format!("DataParallel: variable {}", param.name), &param.var).err();
     let not_on_cpu = params.iter().filter(|param| !param.var.device().is_cpu());
     let refusal = not_on_cpu.filter_map(refused).map(|error| error.to_string()).next();
-    let ours: Vec<String> = params.iter().map(Param::describe).collect();
+    let ours: Vec<String> = [options].into_iter().chain(params.iter().map(Param::describe)).collect();
     let text = ours.join("\n").into_bytes();
     let theirs = comm.broadcast_bytes(text, 0).wait().map_err(|e| failed(DOING, e.error))?;
     let theirs = String::from_utf8_lossy(&theirs).into_owned();
@@ -75,6 +75,10 @@ pub(crate) fn agree(comm: &SharedComm, params: &[Param]) -> Result<()> {
         at.map(|i| {
             let none = "nothing";
             let (ours, theirs) = (ours.get(i).map_or(none, |s| s), theirs.get(i).map_or(none, |s| s));
+            if i == 0 {
+                return format!("the options are {ours}, and on rank 0 {theirs}: give the same Options on every rank");
+            }
+            let i = i - 1;
             format!(
                 "variable {i} by name is {ours}, and {theirs} on rank 0: build the same model on every rank before DataParallel::new, and give the same Options"
             )
@@ -93,7 +97,7 @@ pub(crate) fn agree(comm: &SharedComm, params: &[Param]) -> Result<()> {
     }
 }
 
-/// Every rank gets rank 0's values. Nothing is copied on the CPU: they are written where the variables have theirs.
+/// Gives every rank rank 0's values. On the CPU nothing is copied: the values are written into the variables' own memory.
 pub(crate) fn broadcast(comm: &SharedComm, params: &[Param]) -> Result<()> {
     let op = Broadcast::new(comm, 0);
     params.iter().try_for_each(|param| {
@@ -107,7 +111,7 @@ pub(crate) fn compare(comm: &SharedComm, params: &[&Param], at: &str) -> Result<
     let all = comm.all_gather(ours).wait();
     let all = all.map_err(|e| failed("compare the variables of all ranks", e.error))?;
     let differs = |i: usize, rank: usize| all[rank * params.len() + i] != all[i];
-    // Each variable once, with the ranks where it is another one.
+    // Names each variable once, with the ranks on which it differs from rank 0's.
     let found = |are_buffers: bool| {
         let these = (0..params.len()).filter(|i| params[*i].is_buffer == are_buffers);
         let named = these.filter_map(|i| {
@@ -134,14 +138,14 @@ pub(crate) fn compare(comm: &SharedComm, params: &[&Param], at: &str) -> Result<
     Ok(())
 }
 
-/// Some ranks, for an error.
+/// Lists ranks for an error.
 fn ranks_as_text(ranks: &[usize]) -> String {
     let names: Vec<String> = ranks.iter().map(usize::to_string).collect();
     let plural = if ranks.len() == 1 { "rank" } else { "ranks" };
     format!("{plural} {}", list(names.iter().map(String::as_str), ", "))
 }
 
-/// Some names, for an error.
+/// Lists names for an error, at most `MOST_NAMED`.
 pub(crate) fn list<'a>(names: impl Iterator<Item = &'a str>, between: &str) -> String {
     let names: Vec<&str> = names.collect();
     let shown = names[..names.len().min(MOST_NAMED)].join(between);

@@ -14,7 +14,7 @@ pub(crate) struct Shard {
 }
 
 impl Shard {
-    /// A copy of the elements in this range; `None` where that has none.
+    /// A copy of the elements in this range; `None` if the range is empty.
     pub(crate) fn new(whole: &Var, owned: Range<usize>) -> Result<Option<Shard>> {
         if owned.is_empty() {
             return Ok(None);
@@ -28,18 +28,18 @@ impl Shard {
         part(grad, &self.owned)
     }
 
-    /// Writes the elements where the whole variable has them.
+    /// Writes the elements to their place in the whole variable.
     pub(crate) fn write_to(&self, whole: &Var) -> Result<()> {
         whole.as_detached_tensor().flatten_all()?.slice_set(self.var.as_tensor(), 0, self.owned.start)
     }
 
-    /// Whether the whole variable has the same bits.
+    /// Whether the whole variable has the same bits in this shard's elements.
     pub(crate) fn is_in(&self, Param { name, var, .. }: &Param) -> Result<bool> {
         Ok(fingerprint(name, &self.var)? == fingerprint(name, &part(var.as_tensor(), &self.owned)?)?)
     }
 }
 
-/// Elements of a contiguous tensor, in its own memory.
+/// The elements in this range of a contiguous tensor, as a view of its memory.
 fn part(whole: &Tensor, owned: &Range<usize>) -> Result<Tensor> {
     whole.detach().flatten_all()?.narrow(0, owned.start, owned.len())
 }

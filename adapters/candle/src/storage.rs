@@ -59,7 +59,7 @@ pub(crate) fn zeros<T: Element>(len: usize) -> Vec<T> {
     allstream::HostBuf::<T>::zeroed(len).to_vec()
 }
 
-/// The engine's [`DType`](allstream::DType) for one of candle's. `name` is the call's, for the error.
+/// The engine's [`DType`](allstream::DType) for one of candle's. `name`: the call or the variable, for the error.
 pub(crate) fn dtype(name: &str, dtype: DType) -> Result<allstream::DType> {
     Ok(match dtype {
         DType::U8 => allstream::DType::U8,

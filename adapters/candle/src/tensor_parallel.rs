@@ -55,11 +55,11 @@ fn check_input(layer: &str, x: &Tensor, expected: usize, what: &str) -> Result<(
     }
 }
 
-/// A linear layer of which each rank has some of the outputs (rows of the weight): the input is the same on all ranks, the output of each is
-/// its own, or with [`gather_output`](Self::gather_output) all of them.
+/// A linear layer whose outputs (rows of the weight) are divided among the ranks. The input is the same on all ranks. Each rank gets its
+/// own outputs, or with [`gather_output`](Self::gather_output) those of all ranks.
 ///
-/// Forward nothing is sent; backward the gradient of the input is summed over all ranks ([`AllReduceBackward`]). A
-/// [`RowParallelLinear`] takes its output as it is.
+/// Forward nothing is sent, unless outputs are gathered; backward the gradient of the input is summed over all ranks
+/// ([`AllReduceBackward`]). A rank's own outputs are a fitting input of a [`RowParallelLinear`].
 #[derive(Clone, Debug)]
 pub struct ColumnParallelLinear {
     linear: Linear,
@@ -72,7 +72,7 @@ impl ColumnParallelLinear {
     /// From this rank's rows of the weight, `[outputs / size, inputs]`, and of the bias: see [`shard`], with dimension 0.
     ///
     /// # Errors
-    /// Where shapes are of no such layer.
+    /// If the weight does not have two dimensions, or the bias does not have one element for each row of the weight.
     pub fn new(weight: Tensor, bias: Option<Tensor>, comm: &SharedComm) -> Result<ColumnParallelLinear> {
         let (out, inputs) = matrix("ColumnParallelLinear", &weight)?;
         check_bias("ColumnParallelLinear", bias.as_ref(), out)?;
@@ -84,7 +84,7 @@ impl ColumnParallelLinear {
         })
     }
 
-    /// Every rank gets the outputs of all, in rank order: what follows is computed alike on all ranks.
+    /// Every rank gets the outputs of all ranks, in rank order. All ranks must compute the same loss from them: see [`AllGather::replicated`].
     pub fn gather_output(mut self) -> ColumnParallelLinear {
         self.is_gathered = true;
         self
@@ -104,8 +104,8 @@ impl Module for ColumnParallelLinear {
     }
 }
 
-/// A linear layer of which each rank has the weights for some of the inputs (columns of the weight): the input of each rank is its own
-/// part, as a [`ColumnParallelLinear`] gives it, and the output is the same on all ranks.
+/// A linear layer whose inputs (columns of the weight) are divided among the ranks. Each rank gives its own part of the input, such as the
+/// outputs of a [`ColumnParallelLinear`], and the output is the same on all ranks.
 ///
 /// Forward the outputs are summed over all ranks ([`AllReduce`]) before the bias is added, once; backward nothing is sent.
 #[derive(Clone, Debug)]
@@ -120,7 +120,7 @@ impl RowParallelLinear {
     /// From this rank's columns of the weight, `[outputs, inputs / size]` (see [`shard`], with dimension 1), and the whole bias.
     ///
     /// # Errors
-    /// Where shapes are of no such layer.
+    /// If the weight does not have two dimensions, or the bias does not have one element for each row of the weight.
     pub fn new(weight: Tensor, bias: Option<Tensor>, comm: &SharedComm) -> Result<RowParallelLinear> {
         let (out, inputs) = matrix("RowParallelLinear", &weight)?;
         check_bias("RowParallelLinear", bias.as_ref(), out)?;
@@ -139,9 +139,9 @@ impl Module for RowParallelLinear {
     }
 }
 
-/// An embedding of which each rank has some of the rows: ids are the same on all ranks, and so is the result.
+/// An embedding whose rows are divided among the ranks. The ids are the same on all ranks, and so is the result.
 ///
-/// Forward each rank looks up the ids that it has, and the results are summed over all ranks; backward nothing is sent.
+/// Forward each rank looks up the ids whose rows it has, and the results are summed over all ranks; backward nothing is sent.
 #[derive(Clone, Debug)]
 pub struct VocabParallelEmbedding {
     weight: Tensor,

@@ -1,5 +1,5 @@
-//! A call on all devices of a node: its options, its checks, its submission. The collectives are in their tables, of which
-//! [`super::calls`] makes a node's, too.
+//! A call on all devices of a node: its options, its checks, its submission. The collectives are in tables, from which
+//! [`super::calls`] makes the calls of a node, too.
 
 use std::fmt;
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use crate::exec::Endpoint;
 use crate::mem::{Buf, Event, HostStream};
 use crate::types::Rank;
 
-/// What a call is given besides buffers and what needs no check: lists, by their names and lengths, and the root.
+/// What else of a call's arguments must be checked, beside the buffers: the name and the length of each list, and the root.
 type Given<'a> = (&'a [(&'a str, usize)], Option<Place>);
 
 /// A node with options for the next call: those of [`Call`], and [`on`](NodeCall::on) with a stream for each device.
@@ -20,9 +20,9 @@ type Given<'a> = (&'a [(&'a str, usize)], Option<Place>);
 #[must_use = "options do nothing without a call"]
 pub struct NodeCall<'a> {
     pub(super) node: &'a Node,
-    /// The options, as those of the first device's call.
+    /// The options, kept in a call of the first device.
     pub(in crate::comm) call: Call<'a>,
-    /// Where each device's part waits for a point of its own.
+    /// The event that each device's part waits for, by device, if `on` was given streams.
     pub(super) after: Option<Vec<Event>>,
 }
 
@@ -46,14 +46,14 @@ on_node! {
     /// device, in order.
     fn on ['s] (streams: impl IntoIterator<Item = &'s HostStream>) -> NodeCall<'_>;
 
-    /// The same with the node's own [`streams`](Self::streams).
+    /// [`on`](Self::on) with the node's own [`streams`](Self::streams).
     fn on_streams [] () -> NodeCall<'_>;
 
     /// All parts of the next call start only after `event`.
     fn after [] (event: Event) -> NodeCall<'_>;
 
     /// Sends a device's `buf` to a [`Place`], which receives with the same length, type and tag. See
-    /// [`Comm::send`](crate::Comm::send). To the device itself: [`comm(device)`](Node::comm) has `send_recv` and `batch`.
+    /// [`Comm::send`](crate::Comm::send). From a device to itself: `send_recv` and `batch` of [`comm(device)`](Node::comm).
     fn send [B: Buf] (device: usize, buf: B, to: Place) -> Work<B>;
 
     /// Receives into a device's `buf` what a [`Place`] sends.
@@ -69,7 +69,7 @@ impl<'a> NodeCall<'a> {
         NodeCall { after: Some(streams.into_iter().map(HostStream::record).collect()), ..self }
     }
 
-    /// The same with the node's own [`streams`](Node::streams).
+    /// [`on`](Self::on) with the node's own [`streams`](Node::streams).
     pub fn on_streams(self) -> Self {
         let node = self.node;
         self.on(node.streams())
@@ -80,7 +80,7 @@ impl<'a> NodeCall<'a> {
         NodeCall { call: self.call.after(event), after: None, ..self }
     }
 
-    /// The call of a device, if it is one of the node's, and has a stream where others have.
+    /// The call of one device. An error if the node has no such device, or `on` was given no stream for it.
     fn of_device(&self, name: &str, device: usize) -> Result<Call<'a>, Error> {
         let comm = self.node.comms.get(device).ok_or_else(|| self.node.no_device(name, device))?;
         let mut call = self.call.clone();
@@ -91,7 +91,7 @@ impl<'a> NodeCall<'a> {
         Ok(call.after(event.clone()))
     }
 
-    /// What keeps all parts from being submitted; else the root's rank (0, where there is none).
+    /// An error for which no part may be submitted; otherwise the root's rank (0 in a call without a root).
     fn check(&self, name: &str, bufs: usize, (lists, root): Given<'_>) -> Result<Rank, Error> {
         let k = self.node.devices();
         let one_each = |found: usize, what: fmt::Arguments<'_>| {
@@ -105,12 +105,12 @@ impl<'a> NodeCall<'a> {
         one_each(streams, format_args!("{streams} streams"))?;
         let obstacle = |e: &Arc<Endpoint>| e.health.cause().cloned().or_else(|| no_room(e, name, 1));
         let Some(obstacle) = self.node.endpoints().find_map(obstacle) else { return Ok(root) };
-        // All devices are refused for the one.
+        // The obstacle of one device is the error of all: no later call need return it.
         self.node.endpoints().for_each(|endpoint| _ = endpoint.tell());
         Err(obstacle)
     }
 
-    /// Makes `part` of each device's number, the root and the device's buffer, and submits all parts if none is refused.
+    /// Prepares each device's part by `part`, from its call, its number, the root and its buffers. Submits all parts if none is refused.
     pub(in crate::comm) fn each<S: Several<Item: Send + 'static>, O>(
         &self,
         name: &'static str,
@@ -140,7 +140,7 @@ impl<'a> NodeCall<'a> {
             Some((prepared, endpoint)) => Work::new(prepared.end(endpoint, refused.as_ref()), work.restore()),
             None => work.with_cause(refused.as_ref()),
         });
-        // They were looked at, but a handle of another thread's may have come between: what was submitted cannot finish.
+        // All parts were checked, but another thread may have called meanwhile. If a part is refused now, those submitted cannot finish.
         let has_begun = works.as_mut().iter().any(|work| work.at().is_some());
         if has_begun && let Some(error) = works.as_mut().iter().find_map(Work::refused) {
             self.node.fail(error);
@@ -178,7 +178,7 @@ impl<'a> NodeCall<'a> {
     }
 }
 
-/// Says which device's part it is that cannot be carried out.
+/// Adds to an error the device whose part cannot be carried out.
 fn at(device: usize, error: Error) -> Error {
     match error {
         Error::Invalid { call, problem } => Error::invalid(call, format!("device {device}: {problem}")),

@@ -1,9 +1,9 @@
 //! How the tables of the collectives become the calls of a node: each device's part is the call of the same name.
 
-/// A table of collectives. A row says, after documentation, name and type parameters: the buffers of a rank, and what all ranks give
-/// alike; `each`, what a rank gives of its own; `counts`, lists of a rank's own with a count for each rank; `root`; what comes back, and
-/// what on failure; what a [`Call`](crate::comm::Call) does. It becomes a row of [`calls`](crate::comm::calls::calls), and a method of
-/// `NodeCall` and of `Node` that takes for each device what a rank takes.
+/// A table of collectives. A row has, after documentation, name and type parameters: the buffers of a rank, and an argument that is the same
+/// on all ranks; `each`, an argument of each rank's own; `counts`, lists of each rank's own with a count for each rank; `root`; the types of what
+/// comes back on success and on failure; and what a [`Call`](crate::comm::Call) does. A row becomes a row of
+/// [`calls`](crate::comm::calls::calls), and a method of `NodeCall` and of `Node` that takes for each device what a rank takes.
 macro_rules! collectives {
     ($(
         $(#[$doc:meta])*
@@ -46,8 +46,8 @@ macro_rules! collectives {
                 ///
                 /// # Errors
                 /// [`Failed`](crate::Failed) with each device's [`Outcomes`](crate::Outcomes): [`Error::Invalid`](crate::Error::Invalid)
-                /// where there is not one of all for each device, or one device's part cannot be carried out (nothing was submitted,
-                /// and all buffers come back); otherwise those of the call on [`Comm`](crate::Comm).
+                /// where an argument does not have one entry for each device, or one device's part cannot be carried out (then nothing was
+                /// submitted, and all buffers come back); otherwise the errors of the call on [`Comm`](crate::Comm).
                 #[allow(unused_parens, reason = "not every call has two buffers")]
                 fn $name [S: $crate::comm::Several<Item = ($($held),+)>, $($generics)* $(, $counts: AsRef<[usize]>)?] (
                     bufs: S $(, $arg: $ty)? $(, $own: &[$own_ty])? $($(, $list: &[$counts])+)? $(, $root: $crate::comm::Place)?

@@ -5,25 +5,25 @@ use smallvec::SmallVec;
 /// One value for each device of a [`Node`](super::Node): `[T; K]` or `Vec<T>`. What comes back has the same shape:
 /// `let [g0, g1] = node.all_reduce([g0, g1]).await?;`
 ///
-/// Sealed: these two are all there are.
+/// Sealed: only these two types implement it.
 pub trait Several: sealed::Several {
-    /// What there is for each device.
+    /// The type of the value for each device.
     type Item;
-    /// The same shape of something else.
+    /// The same shape with values of another type.
     type Of<U>: Several<Item = U> + AsMut<[U]>;
 
-    /// This shape, by the name that it has among those of other types.
+    /// This value as an `Of<Item>`: it is the same type, which generic code cannot tell.
     #[doc(hidden)]
     fn items(self) -> Self::Of<Self::Item>;
     #[doc(hidden)]
     fn map<A, U>(all: Self::Of<A>, f: impl FnMut(A) -> U) -> Self::Of<U>;
-    /// All of them, if all are there.
+    /// All values, if none is `None`.
     #[doc(hidden)]
     fn all<A>(all: Self::Of<Option<A>>) -> Option<Self::Of<A>>;
 }
 
 mod sealed {
-    /// So that shapes can be relied on.
+    /// Nobody else can implement the trait, so a shape is an array or a vector.
     pub trait Several: Sized {}
     impl<T, const K: usize> Several for [T; K] {}
     impl<T> Several for Vec<T> {}
@@ -40,7 +40,7 @@ impl<T, const K: usize> Several for [T; K] {
         all.map(f)
     }
     fn all<A>(all: [Option<A>; K]) -> Option<[A; K]> {
-        // In place: steady operations allocate nothing.
+        // Collected in place, so that operations, once warm, allocate nothing.
         all.into_iter().flatten().collect::<SmallVec<[A; K]>>().into_inner().ok()
     }
 }

@@ -17,18 +17,19 @@ use self::board::{Board, Out, Refusal, WINDOW};
 use super::World;
 use crate::error::{Error, Lost, Members};
 use crate::exec::Endpoint;
+use crate::forked;
 use crate::group::message::{CommId, Message, Outcome, Step};
 use crate::mem::Promise;
 use crate::types::{Map, Rank};
 
-/// Messages kept of each rank for communicators that have not called `agree` here; the last ones.
+/// The last so many messages of each rank are kept for communicators on which this rank has not called `agree` yet.
 const EARLY: usize = 256;
-/// Communicators whose agreements are remembered; beyond it, those that nobody holds any more are forgotten.
+/// The agreements of so many communicators are remembered. Beyond that, those of communicators that nobody holds any more are forgotten.
 const TABLES: usize = 1024;
-/// A process that stood still listens for this long before it gives up.
+/// After its deadline a rank listens for this long before it gives up: if its process was stopped, messages may be waiting.
 const LISTEN: Duration = Duration::from_millis(20);
 
-/// What an [`agree`](crate::Comm::agree) came to: the same on every rank that has it.
+/// The outcome of an [`agree`](crate::Comm::agree): the same on every rank that gets one.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct Verdict {
@@ -64,15 +65,15 @@ struct Table {
     board: Board,
     /// World rank of each member.
     members: Vec<Rank>,
-    /// The same, for errors to name.
+    /// The members, as errors name them.
     named: Members,
     waiters: Map<u64, Waiter>,
     endpoint: Weak<Endpoint>,
-    /// When it was made, in tables.
+    /// How many tables had been made when it was made, itself included: a larger number is younger.
     made: u64,
 }
 
-/// What a rank said to a communicator: whom it knows lost, and its step.
+/// What a rank said in a communicator's agreement: the communicator, the members that it knows lost, and its step.
 type Early = (CommId, Vec<(Rank, Lost)>, Step);
 
 /// A rank's agreements, of all its communicators.
@@ -80,9 +81,9 @@ type Early = (CommId, Vec<(Rank, Lost)>, Step);
 pub(crate) struct Agreements {
     /// Ranks of the world that are gone, in the order heard.
     lost: Vec<(Rank, Lost)>,
-    /// Those that have called: they outlive their communicator's handles, since slower members may still ask.
+    /// The tables of the communicators that have called `agree` here. They outlive the communicators' handles, since slower members may still ask.
     tables: Map<CommId, Table>,
-    /// What was said to communicators that have not called here yet.
+    /// By sender: what it said in the agreements of communicators that have not called `agree` here yet.
     early: Map<Rank, VecDeque<Early>>,
     made: u64,
 }
@@ -101,7 +102,7 @@ fn expelled(members: &Members, rank: Rank, how: Lost) -> Error {
 }
 
 impl Agreements {
-    /// The table of a communicator, with all that was heard before its first call.
+    /// The table of a communicator. If this is the first call, makes it, and takes in all that was heard before.
     fn table(&mut self, endpoint: &Arc<Endpoint>, comm: CommId, out: &mut Vec<Out>) -> &mut Table {
         let config = &endpoint.config;
         if !self.tables.contains_key(&comm) {
@@ -149,7 +150,7 @@ impl Agreements {
 }
 
 impl Table {
-    /// Does what the board says. Messages leave under the lock of all tables, so that they leave in order.
+    /// Does what the board says. The caller holds the lock of all tables, so that messages are sent in order. Returns the answers to be given.
     fn carry_out(&mut self, world: &World, comm: CommId, out: Vec<Out>) -> Answers {
         let mut answers = Answers::new();
         for out in out {
@@ -177,7 +178,8 @@ impl Table {
 }
 
 impl World {
-    /// Votes in the next agreement of a communicator, or in the one to make `shrunk` of its survivors; the answer comes as promised.
+    /// Votes in the next agreement of a communicator, or in the one by which its survivors make the communicator `shrunk`. Returns the promise of
+    /// the answer.
     pub(in crate::comm) fn agree(
         self: &Arc<World>,
         endpoint: &Arc<Endpoint>,
@@ -202,6 +204,8 @@ impl World {
         timeout: Duration,
         promise: &Promise<Answer>,
     ) -> Result<Answers, Error> {
+        // A thread of the parent may have held the lock when this process was forked.
+        forked::check()?;
         let (comm, mut out) = (shrunk.unwrap_or(CommId(endpoint.config.comm)), Vec::new());
         let mut all = self.losses.agreements.lock();
         let table = all.table(endpoint, comm, &mut out);
@@ -240,7 +244,8 @@ impl World {
             let Some(waiter) = table.waiters.remove(&number) else { return };
             let rank = table.members.iter().position(|m| *m == self.rank).unwrap_or_default();
             let missing = table.board.missing(number);
-            let members = table.named.clone();
+            // No communicator ends, so no flight recorder is written that the error could name.
+            let members = table.named.clone().recorded_in(None);
             (waiter.answer, Err(Error::NoVerdict { call, comm, rank, after, missing, members }))
         };
         fill(vec![given_up]);
@@ -270,7 +275,7 @@ impl World {
         fill(answers);
     }
 
-    /// A rank of the world is gone; this one, if others have declared it lost.
+    /// A rank of the world is gone. It may be this rank, if others have declared it lost.
     pub(super) fn agree_lost(&self, rank: Rank, how: Lost) {
         let mut answers = Answers::new();
         {
@@ -289,7 +294,8 @@ impl World {
         fill(answers);
     }
 
-    /// A rank says goodbye. First for whose loss: if it is this rank's own, the leaver may not count as gone before.
+    /// A rank says goodbye. The loss for which it leaves is taken in first: if that is this rank's own, this rank is expelled before it can
+    /// reach a verdict without the leaver.
     pub(super) fn agree_goodbye(&self, rank: Rank, cause: &Option<Error>) {
         if let Some(Error::PeerLost { rank: dead, how, .. }) = cause {
             self.agree_lost(*dead, *how);

@@ -9,15 +9,15 @@ use crate::exec::Endpoint;
 use crate::group::message::{CommId, Message};
 use crate::types::{Map, Rank};
 
-/// Messages kept for communicators that a peer has and this rank has not.
+/// At most so many messages are kept for communicators that a peer has and this rank does not have.
 const EARLY: usize = 256;
 
 /// The communicators that a rank has.
 #[derive(Default)]
 pub(super) struct Comms {
     made: Mutex<Map<CommId, Weak<Endpoint>>>,
-    /// What was said of communicators that are not made here yet (or no more), and how many losses were known then; the
-    /// last [`EARLY`].
+    /// The last [`EARLY`] messages about communicators that are not made here yet (or have ended), each with its sender and the
+    /// number of losses that were known when it came.
     early: Mutex<VecDeque<(Rank, Message, usize)>>,
 }
 
@@ -38,7 +38,7 @@ impl Comms {
         self.made.lock().get(&comm).and_then(Weak::upgrade)
     }
 
-    /// Keeps what is said of a communicator that is not there.
+    /// Keeps a message about a communicator that this rank does not have.
     pub(super) fn keep_early(&self, from: Rank, message: Message, known_losses: usize) {
         let mut early = self.early.lock();
         if early.len() == EARLY {
@@ -47,7 +47,7 @@ impl Comms {
         early.push_back((from, message, known_losses));
     }
 
-    /// What was said of a communicator, in the order heard.
+    /// The kept messages about a communicator, in the order in which they came.
     pub(super) fn early(&self, comm: CommId) -> Vec<(Rank, Message, usize)> {
         self.early.lock().iter().filter(|(_, m, _)| m.comm() == Some(comm)).cloned().collect()
     }

@@ -18,15 +18,15 @@ pub(crate) struct Defaults {
     pub(crate) nccl: NcclUse,
 }
 
-/// `ALLSTREAM_NCCL`: whether communicators that are bound to devices go by NCCL.
+/// `ALLSTREAM_NCCL`: whether communicators that are bound to devices use NCCL.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum NcclUse {
-    /// As the program says.
+    /// As the program says: `bind_nccl` uses it, `bind_device` does not.
     #[default]
     Auto,
     /// Never.
     Off,
-    /// Also where it is not asked for.
+    /// Always: `bind_device` uses it, too.
     Require,
 }
 
@@ -45,7 +45,7 @@ impl FromStr for NcclUse {
     }
 }
 
-/// What a variable says, if it is set and not empty. An error names it.
+/// The value of a variable, parsed, if it is set and not empty. An error names the variable.
 fn variable<T>(name: &str, parse: impl FnOnce(&str) -> Result<T, String>) -> Result<Option<T>, Error> {
     let said = std::env::var(name).ok().filter(|text| !text.is_empty());
     said.map(|text| parse(text.trim()).map_err(|problem| Error::invalid(name, problem))).transpose()

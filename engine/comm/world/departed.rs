@@ -3,17 +3,17 @@
 use crate::error::Lost;
 use crate::types::Rank;
 
-/// The ranks that were lost or have left. A rank may be lost after it has left: by what another rank says of it.
+/// The ranks that were lost or have left. A rank that has left may later be lost, too, because another rank says so.
 #[derive(Default)]
 pub(super) struct Departed {
     lost: Vec<(Rank, Lost)>,
     left: Vec<Rank>,
-    /// Lost ranks that a call of the user's has named, on any communicator.
+    /// Lost ranks that the error of a user's call has named, on any communicator.
     told: Vec<Rank>,
 }
 
 impl Departed {
-    /// A rank is lost. `false`: that was known, and what was heard first stays.
+    /// Notes that a rank is lost. `false`: that was known already, and the first report stays.
     pub(super) fn lose(&mut self, rank: Rank, how: Lost) -> bool {
         let new = !self.is_lost(rank);
         if new {
@@ -29,7 +29,7 @@ impl Departed {
         }
     }
 
-    /// A call of the user's names a lost rank. Whether one has before.
+    /// Notes that the error of a user's call names this lost rank. Returns whether an earlier error has.
     pub(super) fn tell(&mut self, rank: Rank) -> bool {
         let is_told = self.told.contains(&rank);
         if !is_told {
@@ -52,20 +52,20 @@ impl Departed {
         self.lost.len()
     }
 
-    /// Of the first `known` losses the first that concerns a group of these members: the place of the lost rank among
-    /// them, and how it was lost.
+    /// Looks through the first `known` losses for the first one of a member of this group. Returns the place of the lost rank
+    /// among the members, and how it was lost.
     pub(super) fn first_among(&self, members: &[Rank], known: usize) -> Option<(Rank, Lost)> {
         let place = |(rank, how): &(Rank, Lost)| Some((members.iter().position(|m| m == rank)?, *how));
         self.lost.iter().take(known).find_map(place)
     }
 
-    /// Those of these ranks of the world that were lost or have left.
+    /// Which of these ranks of the world were lost or have left.
     pub(super) fn any_of(&self, ranks: &[Rank]) -> Vec<Rank> {
         let is_gone = |rank: &Rank| self.left.contains(rank) || self.is_lost(*rank);
         ranks.iter().copied().filter(is_gone).collect()
     }
 
-    /// The places of those among these members who have left.
+    /// The members that have left: their places among the members.
     pub(super) fn left_among(&self, members: &[Rank]) -> Vec<Rank> {
         self.left.iter().filter_map(|rank| members.iter().position(|m| m == rank)).collect()
     }

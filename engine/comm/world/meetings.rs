@@ -14,7 +14,7 @@ use parking_lot::Mutex;
 
 use super::World;
 use super::pool::ROW;
-use crate::comm::runtime::Ticks;
+use crate::comm::runtime::{LOOK, Ticks};
 use crate::error::{Error, Missing, MissingState};
 use crate::exec::Endpoint;
 use crate::group::message::{CommId, Message};
@@ -22,8 +22,6 @@ use crate::types::{Map, Rank, mix};
 
 /// For how many communicators answers are kept. Beyond these, the one that has had no answer for the longest time is forgotten.
 const KEPT: NonZeroUsize = NonZeroUsize::MIN.saturating_add(1023);
-/// How often a member that waits looks for new answers.
-const LOOK: Duration = Duration::from_micros(200);
 /// Goes into the id of the communicator that a shrink makes, to set it apart from the children that `split` makes: "shrunk" in ASCII.
 const SHRUNK: u64 = 0x7368_7275_6e6b;
 
@@ -112,6 +110,8 @@ impl Meeting {
             }
             if self.world.runtime.now() >= end {
                 let (rank, comm, members) = (of.config.rank, of.config.name.clone(), of.config.named());
+                // No communicator ends, so no flight recorder is written that the error could name.
+                let members = members.recorded_in(None);
                 return Err(Error::NoVerdict { call: "shrink".into(), comm, rank, after, missing, members });
             }
             ticks.next().await?;

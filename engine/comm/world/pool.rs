@@ -1,18 +1,18 @@
-//! Communicators that nobody holds, kept to be taken up again; and the memory of rings, until nobody touches it.
+//! Communicators that nobody holds, kept to be used again; and the memory of rings, kept until nobody touches it.
 //!
 //! Each communicator that is made anew has *rings*: a block of this rank's region, named after it. They serve that
 //! communicator and, one after the other, those that take them up again (its later generations). Their life on a rank:
 //!
 //! - **in use**: somebody holds a handle, or operations still run;
-//! - **idle**: all handles are gone, all work is done and in peace: the runs wait here to be taken up by a `split`
-//!   of the same members, if all of them agree ([`Proposal`]);
+//! - **idle**: all handles are gone, and all work has ended without a failure: the runs wait here to be taken up by a
+//!   `split` of the same members, if all of them agree ([`Proposal`]);
 //! - **retired**, for good: this rank reads the peers' rings no more, and has told all members so
-//!   ([`Message::Retired`]). A receiver writes what it has released into the *sender's* rings: so the block is given
+//!   ([`Message::Retired`]). A receiver writes into the *sender's* rings what it has released: so the block is given
 //!   back only when every member that reads it has retired as well.
 //!
-//! A member that died, fell silent or left without having said it never confirms: a process that is thought dead may
-//! still run and write. Its share stays taken until the world ends: no group made afterwards has that member, so this
-//! is bounded by the groups of that moment.
+//! A member that died, fell silent or left without saying that it has retired never says so later: a process that is
+//! thought dead may still run and write. The blocks that wait for it stay taken until the world ends. No group made
+//! afterwards has that member, so there are at most as many such blocks as there were groups at that moment.
 
 use std::num::NonZeroUsize;
 use std::sync::Arc;
@@ -33,12 +33,12 @@ use crate::types::{Map, Rank};
 
 /// Idle communicators that a world keeps, unless it is told otherwise.
 pub(crate) const CAPACITY: usize = 64;
-/// Names of ended communicators kept, so that what is still said of them is known to be late.
+/// The names of so many ended communicators are kept, so that messages about them are known to be late.
 const ENDED: NonZeroUsize = NonZeroUsize::MIN.saturating_add(1023);
-/// How long a full region waits for members to confirm that they have left communicators that have ended here.
+/// How long a rank whose region is full waits for other members to retire the communicators that have ended here.
 const MEMORY: Duration = Duration::from_secs(2);
 
-/// The communicators of a rank's world that come and go, and their rings.
+/// What became of the communicators that a rank has made, and how much memory their rings take.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PoolStats {
@@ -46,7 +46,7 @@ pub struct PoolStats {
     pub hits: u64,
     /// Communicators that were made anew.
     pub misses: u64,
-    /// Idle communicators that ended: the pool was full, another member ended it, or the members disagreed on it.
+    /// Idle communicators that were ended, as the pool or the region was full, another member ended it or left, or the members disagreed on it.
     pub evictions: u64,
     /// Idle communicators now.
     pub idle: usize,
@@ -54,9 +54,9 @@ pub struct PoolStats {
     pub live: usize,
     /// Bytes of ring memory in use: live, idle, or not confirmed yet by all members.
     pub ring_bytes: usize,
-    /// The most that they have ever reached to.
+    /// The most bytes of this rank's region that rings have ever extended over.
     pub ring_peak: usize,
-    /// How far they can.
+    /// How many bytes they can extend over.
     pub ring_limit: usize,
 }
 
@@ -65,14 +65,14 @@ pub struct PoolStats {
 struct Likeness {
     /// In order.
     members: Vec<Rank>,
-    /// None on the CPU.
+    /// Always empty: communicators on devices are not used again.
     devices: Vec<u32>,
     runs_on: Executor,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Executor {
-    /// The engine's own on the host, over the links that the world has chosen for each two ranks.
+    /// The engine's executor on the host, over the links that the world has chosen between each two ranks.
     Host,
 }
 
@@ -87,9 +87,9 @@ struct Rings {
     block: usize,
     /// Members that have retired.
     confirmed: Vec<Rank>,
-    /// This rank has.
+    /// This rank has retired.
     retired: bool,
-    /// Kept until all have: what they lent is still to come back.
+    /// Kept until all members have retired, as what these runs have lent is still to come back.
     runs: Option<IdleRuns>,
 }
 
@@ -101,13 +101,13 @@ struct Idle {
 struct State {
     capacity: usize,
     rings: Map<CommId, Rings>,
-    /// By the name of its rings; the least recently used goes first.
+    /// By the name of its rings; the least recently used one ends first.
     idle: LruCache<CommId, Idle>,
-    /// Members that retired what is not made here yet.
+    /// Members that have retired rings which are not made here yet.
     heard: LruCache<CommId, Vec<Rank>>,
     /// Communicators that nobody holds any more.
     ended: LruCache<CommId, ()>,
-    /// Ranks that confirm nothing any more.
+    /// Ranks that have gone: they confirm nothing any more.
     gone: Vec<Rank>,
     hits: u64,
     misses: u64,
@@ -135,7 +135,7 @@ impl Pool {
         Pool { state: Mutex::new(state), wholes: Wholes::default() }
     }
 
-    /// An endpoint has ended, and nobody holds it: keeps what it has of a library.
+    /// An endpoint has ended, and nobody holds it: keeps its end of a library, if it has one.
     fn keep_whole(&self, endpoint: &Endpoint) {
         let capacity = self.state.lock().capacity;
         self.wholes.keep(endpoint, capacity);
@@ -154,7 +154,7 @@ impl Pool {
 }
 
 impl State {
-    /// Takes out what has to go for at most `capacity` to be left.
+    /// Takes out the least recently used idle communicators, until at most `capacity` are left.
     fn trim(&mut self, capacity: usize) -> Vec<(CommId, Idle)> {
         let mut out = Vec::new();
         while self.idle.len() > capacity
@@ -184,7 +184,7 @@ impl World {
         }
     }
 
-    /// How many idle communicators to keep. What is beyond goes now.
+    /// Sets how many idle communicators are kept. Those beyond that end now.
     pub(crate) fn set_pool_capacity(&self, capacity: usize) {
         if forked::is_forked() {
             return;
@@ -198,14 +198,14 @@ impl World {
         self.pool.wholes.trim(capacity);
     }
 
-    /// All handles of a communicator are gone. With runs, it is done; without, that is waited for.
+    /// All handles of a communicator are gone. If there are `runs`, all its work is done; if not, a task waits until it is.
     pub(crate) fn release(self: &Arc<Self>, rings: CommId, endpoint: &Arc<Endpoint>, runs: Option<IdleRuns>) {
         self.pool.state.lock().ended.put(CommId(endpoint.config.comm), ());
         if let Some(runs) = runs {
             self.pool.keep_whole(endpoint);
             return self.shelve(rings, runs);
         }
-        // Operations end by their deadlines.
+        // The wait ends, as all operations end at their deadlines at the latest.
         let (world, endpoint) = (self.clone(), endpoint.clone());
         let wait = async move {
             let mut pause = Duration::from_millis(1);
@@ -223,7 +223,7 @@ impl World {
         }
     }
 
-    /// Keeps a communicator that is done, if it may be used again; what the pool has no room for ends.
+    /// All work of a communicator is done: keeps it as idle if it may be used again, else retires its rings. What the pool has no room for ends.
     fn shelve(&self, id: CommId, runs: IdleRuns) {
         let out = {
             let mut state = self.pool.state.lock();
@@ -249,7 +249,7 @@ impl World {
         idle.into_iter().for_each(|(id, idle)| self.retire(id, Some(idle.runs)));
     }
 
-    /// Ends rings for good on this rank: it touches its peers' no more, and says so.
+    /// Retires rings: from here on this rank does not touch the peers' rings of that communicator, and it tells the members so.
     fn retire(&self, id: CommId, mut runs: Option<IdleRuns>) {
         if let Some(runs) = &mut runs {
             runs.stop_reading();
@@ -292,7 +292,7 @@ impl World {
         }
     }
 
-    /// A rank died, fell silent or left: it takes nothing up again, and confirms nothing.
+    /// A rank died, fell silent or left: it will neither use an idle communicator again nor say that it has retired one.
     pub(crate) fn member_gone(&self, rank: Rank) {
         let (idle, retired) = {
             let mut state = self.pool.state.lock();
@@ -314,12 +314,12 @@ impl World {
         retired.into_iter().for_each(|id| self.settle(id));
     }
 
-    /// This rank leaves: ends all that is idle, so that the others have their memory back.
+    /// This rank leaves: ends all idle communicators, so that the other members get back the memory of their rings.
     pub(crate) fn empty_pool(&self) {
         self.set_pool_capacity(0);
     }
 
-    /// Gives retired rings back, if all who write to them have confirmed that they do not any more.
+    /// Gives back the memory of retired rings, if all members that write there have said that they have retired, too.
     fn settle(&self, id: CommId) {
         let mut state = self.pool.state.lock();
         let State { rings, gone, .. } = &mut *state;
@@ -366,7 +366,7 @@ impl World {
         let offer = {
             let mut state = self.pool.state.lock();
             let alike = state.idle.iter().filter(|(_, idle)| idle.likeness == likeness);
-            // Of several, all members offer the same one, in whatever order they dropped them.
+            // Of several, each member offers the one with the lowest name, so all offer the same, in whatever order they dropped them.
             let least = alike.map(|(id, _)| *id).min();
             least.and_then(|id| Some((id, state.idle.pop(&id)?)))
         };
@@ -382,7 +382,7 @@ impl World {
         Ok(proposal)
     }
 
-    /// Room for rings. Where there is none, idle communicators end, and their members' confirmations are waited for.
+    /// Gets room for rings. If there is none, ends all idle communicators, and waits until their members have retired them, too.
     async fn block(self: &Arc<Self>, bytes: usize) -> Result<usize, Error> {
         let full = match self.topology.region.alloc(bytes) {
             Ok(block) => return Ok(block),
@@ -405,8 +405,8 @@ impl World {
     }
 }
 
-/// What a rank brings to a new communicator. The members exchange their [`row`](Proposal::row)s and come to the same
-/// end; dropped before that, it ends on this rank what it brought.
+/// What a rank brings to a new communicator. The members exchange their [`row`](Proposal::row)s and decide alike. A
+/// proposal that is dropped before that ends what it brought: the new rings, and the idle communicator that it offered.
 pub(crate) struct Proposal {
     world: Arc<World>,
     id: CommId,
@@ -419,12 +419,12 @@ pub(crate) struct Proposal {
     block: u64,
 }
 
-/// Numbers of a row.
+/// How many numbers a row has.
 pub(crate) const ROW: usize = 5;
 
 impl Proposal {
-    /// What the other members must know: where the rings lie; and of the idle communicator that is offered its name,
-    /// generation, calls and balance of messages (all 0: none).
+    /// What the other members must know: where this rank's new rings lie; and the name, generation, calls and balance of
+    /// messages of the idle communicator that it offers (all 0: it offers none).
     pub(crate) fn row(&mut self) -> [u64; ROW] {
         self.published = true;
         match &self.offer {
@@ -435,7 +435,7 @@ impl Proposal {
         }
     }
 
-    /// None of the members makes the communicator, and all know it.
+    /// All members know that none of them makes the communicator: so nobody has used the new rings, and they are freed at once.
     pub(crate) fn withdraw(mut self) {
         self.published = false;
     }
@@ -487,7 +487,7 @@ impl Drop for Proposal {
         }
         if self.rings {
             match self.published {
-                // The others may have made it.
+                // The other members may have made the communicator.
                 true => self.world.retire(self.id, None),
                 false => self.world.discard(self.id),
             }

@@ -1,4 +1,4 @@
-//! What a world's flight recorders say, and when.
+//! What is written of a world's flight recorders, and when.
 
 use std::collections::VecDeque;
 use std::path::PathBuf;
@@ -14,7 +14,7 @@ use crate::link::kinds::farthest;
 use crate::trace::writer::{Recorded, WRITER};
 use crate::trace::{ClockDifference, CommRecord, RankPlace, Recorder, Recording};
 
-/// Dead communicators that are written of, also when nobody holds them any more: the last ones.
+/// The last so many dead communicators are written about, even if nobody holds them any more.
 const DEAD: usize = 256;
 
 /// What is written beside the recorders of living communicators, and where.
@@ -42,7 +42,7 @@ impl Records {
     }
 }
 
-/// What is written of a communicator. Whoever hears that it has died may drop it at once, and it is still written of.
+/// What is written about a communicator. If it has died, its entry is kept, so that it is written about even if the user drops it at once.
 #[derive(Clone)]
 struct Entry {
     id: u64,
@@ -71,7 +71,7 @@ impl Entry {
 }
 
 impl World {
-    /// A communicator dies: has the recorders of all written, by somebody else.
+    /// A communicator dies: has the recorders of all communicators written, by the writer's thread.
     pub(super) fn record(self: &Arc<Self>, endpoint: &Endpoint, cause: &Error) {
         self.records.bury(Entry::of(self, endpoint, Some(cause)));
         WRITER.request(self.recorded(), cause);
@@ -88,7 +88,7 @@ impl World {
         this
     }
 
-    /// Whether recorders are still to be written; whoever asks is about to go.
+    /// Whether recorders of this rank are still to be written. If so, the writer hurries, as the caller is about to leave.
     pub(in crate::comm) fn is_recording(self: &Arc<Self>) -> bool {
         WRITER.is_behind(&self.recorded())
     }
@@ -102,7 +102,7 @@ impl World {
 impl Recorded for World {
     fn recording(&self, cause: Option<&Error>) -> Recording {
         let living = self.comms.all();
-        // Whoever tells of a death meanwhile does not wait for this.
+        // Copied, so that a thread that reports a death meanwhile does not wait for the rest.
         let mut dead: Vec<Entry> = self.records.dead.lock().iter().cloned().collect();
         dead.retain(|dead| !living.iter().any(|e| e.config.comm == dead.id));
         let alive = living.iter().map(|e| Entry::of(self, e, e.health.first_cause()));

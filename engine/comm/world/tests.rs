@@ -11,7 +11,7 @@ use crate::link::local::INPROC;
 
 /// Ranks of the world; rank 0 is the one that hears.
 const SIZE: usize = 5;
-/// Groups of them, with world ranks in the order of each: made at some time, or never.
+/// Groups of these ranks: the world ranks of each, in its order. A test makes a group at some time, or never.
 const GROUPS: [&[Rank]; 6] = [&[0, 1, 2, 3, 4], &[3, 0], &[0, 1, 2], &[4, 2, 0], &[1, 0, 4, 3], &[0]];
 
 #[derive(Clone, Debug)]
@@ -93,7 +93,7 @@ fn expected(group: usize, heard: &[Step]) -> (Option<Error>, Vec<bool>) {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 128, ..ProptestConfig::default() })]
 
-    /// Each group fails for the first loss of a member that was heard of, whenever it was made, and knows who has left.
+    /// Each group fails for the first loss of a member that was heard of, be it before or after the group was made, and knows who has left.
     #[test]
     fn every_group_hears_of_losses_and_leaves_in_any_order(steps in proptest::collection::vec(step(), 1..24)) {
         let world = world();
@@ -143,7 +143,7 @@ fn what_a_rank_hears_it_passes_on_and_who_hears_that_it_is_lost_goes_no_further(
         assert!(matches!(cause, Error::PeerLost { rank: 2, how, .. } if how == silent), "{cause}");
     }
     let lost = comms.pop().unwrap();
-    // It may wait for the others no longer than to be told no.
+    // The lost rank waits for the others only until they tell it that it is lost.
     let error = futures::executor::block_on(lost.shrink_within(Duration::from_secs(20))).unwrap_err();
     assert!(matches!(error, Error::PeerLost { rank: 2, how, .. } if how == silent), "{error}");
     let others = comms.into_iter().map(|comm| comm.shrink_within(Duration::from_secs(20)));
@@ -153,8 +153,8 @@ fn what_a_rank_hears_it_passes_on_and_who_hears_that_it_is_lost_goes_no_further(
     }
 }
 
-/// A rank dies that was in two communicators: what a call on one has said of it is no error again where the other is closed, and where no call
-/// has, it is said once.
+/// A rank that was in two communicators dies. If a call on one of them has returned the loss, closing the other returns no error; if no call has,
+/// one close returns it, once.
 #[test]
 fn to_close_tells_a_loss_that_no_call_has_told() {
     use futures::executor::block_on;
@@ -170,7 +170,7 @@ fn to_close_tells_a_loss_that_no_call_has_told() {
         if rank == 0 {
             assert!(is_loss(&dup.all_reduce(vec![1u8]).wait().unwrap_err().error));
         } else {
-            // Nobody looks at what became of it.
+            // Nobody looks at the result.
             drop(dup.all_reduce(vec![1u8]));
             assert!(is_loss(&block_on(comm.share().close()).unwrap_err()));
         }

@@ -1,8 +1,9 @@
-//! What libraries have of communicators that nobody holds, kept to be taken up again: making it takes a library long.
+//! This rank's ends of communicators that libraries have made (of NCCL: `ncclComm_t`), for communicators that nobody holds any more. They are
+//! kept to be used again, as a library takes long to make one.
 //!
-//! A communicator that ended in peace leaves its rank's end here ([`Wholes::keep`]). When the same members bind a communicator to the
-//! same library again, in the same order and each to the device that it had, all say which they have kept; if that is the same one
-//! for all, they go on with it ([`Comm::open_whole`](super::super::Comm)). Else each lets go of its own.
+//! A communicator that ended in peace leaves its end here ([`Wholes::keep`]). When the same members bind a communicator to the same
+//! library again, in the same order and each to the device that it had, each says which end it has kept. If these belong together, they
+//! are used again ([`Comm::open_whole`](super::super::Comm)). Else each rank drops its own.
 
 use lru::LruCache;
 use parking_lot::Mutex;
@@ -18,7 +19,7 @@ struct Idle {
     bound: BoundWhole,
 }
 
-/// Those of a rank's world, by their numbers; the least recently used goes first.
+/// The kept ends of a rank, by their numbers; the least recently used one is dropped first.
 pub(crate) struct Wholes(Mutex<LruCache<u64, Idle>>);
 
 impl Default for Wholes {
@@ -28,7 +29,7 @@ impl Default for Wholes {
 }
 
 impl Wholes {
-    /// An endpoint has ended, and nobody holds it. What it has of a library serves again if it ended in peace. Of all, so many are kept.
+    /// An endpoint has ended, and nobody holds it. If it ended in peace, its end of a library is kept. At most `capacity` ends are kept in all.
     pub(super) fn keep(&self, endpoint: &Endpoint, capacity: usize) {
         let bound = bound_to(endpoint).and_then(|bound| bound.whole.as_ref());
         let bound = bound.filter(|_| endpoint.health.first_cause().is_none());
@@ -39,7 +40,7 @@ impl Wholes {
         self.trim(capacity);
     }
 
-    /// Keeps so many at most.
+    /// Drops the least recently used ends, until at most `capacity` are left.
     pub(super) fn trim(&self, capacity: usize) {
         loop {
             let least = {
@@ -52,7 +53,8 @@ impl Wholes {
         }
     }
 
-    /// Takes out what the members could go on with. Of several, all members take the same one, in whatever order they dropped them.
+    /// Takes out an end that these members could use again. Of several it takes the one with the lowest number: so all members take the same,
+    /// in whatever order they dropped them.
     pub(crate) fn take(
         &self,
         members: &[Rank],
@@ -67,7 +69,7 @@ impl Wholes {
         idle.pop(&least).map(|idle| idle.bound)
     }
 
-    /// A rank takes up nothing again.
+    /// A rank has gone: drops the ends that it has a part in, as nobody can use them again.
     pub(super) fn forget_with(&self, rank: Rank) {
         let gone: Vec<Idle> = {
             let mut idle = self.0.lock();

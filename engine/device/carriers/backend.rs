@@ -1,7 +1,7 @@
 //! The memory of a CUDA device as a backend of plans: where the host's backend computes at once, this one puts a kernel on the rank's stream,
 //! with addresses of the device.
 //!
-//! An accumulator is as long as its step's chunk. No place in it is used twice, so a result can be lent to peers where it lies there.
+//! An accumulator is as long as its step's chunk. No place in it is used twice, so a result can be lent to peers where it lies in the accumulator.
 
 use std::sync::Arc;
 
@@ -26,7 +26,7 @@ pub(super) struct Cuda {
     region: Option<Region>,
     scratch: Option<*mut u8>,
     scaled: Option<*mut u8>,
-    /// One place for each step of the plan.
+    /// By step of the plan: where its accumulator begins, once it has one.
     accumulators: Vec<Option<*mut u8>>,
 }
 
@@ -42,7 +42,7 @@ struct Region {
 }
 
 impl Region {
-    /// The next so many bytes.
+    /// Takes the next `bytes` bytes. `None`: so many are not left.
     fn take(&mut self, bytes: usize) -> Option<*mut u8> {
         let at = self.next.next_multiple_of(ALIGN);
         self.next = at.checked_add(bytes as u64).filter(|end| *end <= self.end)?;
@@ -71,12 +71,13 @@ fn launch(
     let missing = || unsupported(&format!("{:?} on {}", c.op.reduction, c.part.dtype));
     let launch = launch.ok_or_else(missing)?;
     let stream = binding.ours.stream.clone();
-    // SAFETY: every operand and every result is a chunk of one of the operation's buffers, by the layout, or lies in a frame or a
-    // loan of that length. It is memory of this device, or of one that this device may touch (`Comm::bind_device` has seen to
-    // that). The in-flight table owns the buffers until the streams of all ranks have passed the operation's end, and the streams that used them
-    // before are waited for (`DeviceOp::begin`, `DeviceOp::awaits_input`). The limits and the links' events order what peers read or write meanwhile, and the
-    // part's own steps. The part's own memory is the operation's, until the stream has come to its end. Once the communicator has
-    // failed, the command is not carried out, or whoever gives buffers back waits until it has been (`Binding::is_touched`).
+    // SAFETY: by the layout, every operand and every result is a chunk of one of the operation's buffers or of the part's own memory, or it
+    // lies in a frame or a loan of that length. It is memory of this device, or of one that this device may touch, as `Comm::bind_device`
+    // has checked. The in-flight table owns the buffers until the streams of all ranks have passed the operation's end. This stream waits for
+    // the streams that used the buffers before (`DeviceOp::begin`, `DeviceOp::awaits_input`). The run's limits and the links' events order
+    // this kernel with what peers read or write meanwhile, and with the part's other steps. The part's own memory is a region of the
+    // operation's workspace, which nobody else uses until the stream has come to the operation's end. Once the communicator has failed, either the
+    // command is not carried out, or whoever gives buffers back waits until it has been (`Binding::is_touched`).
     let put = move || unsafe { stream.launch(doing, &launch) };
     let operation = binding.current();
     binding.ours.commands.put(move || {
@@ -92,7 +93,7 @@ impl Cuda {
         Cuda { binding, is_prepared: false, region, scratch, scaled, accumulators }
     }
 
-    /// So many bytes of the part's region.
+    /// Takes `bytes` bytes of the part's region. Null for 0 bytes.
     fn get(&mut self, bytes: usize) -> Result<*mut u8, Error> {
         if bytes == 0 {
             return Ok(std::ptr::null_mut());
@@ -264,7 +265,7 @@ impl CudaLoans {
 }
 
 impl Binding {
-    /// Whether all ranks lend each other what a part works on, which one kernel then folds; otherwise the part runs by its steps.
+    /// Whether all ranks lend each other the memory of a part, so that a single kernel can fold it. Otherwise the part runs by its steps.
     fn lends(&self, part: &Part, lending: &Lending) -> bool {
         let size = lending.plan.size;
         let longest = part.count.div_ceil(size).saturating_mul(part.dtype.size());
@@ -288,7 +289,7 @@ impl Binding {
                 None => others += 1,
             }
         }
-        // Between processes a rank's own stream says that what it lends is ready.
+        // Between processes it is a rank's own stream that says that what it lends is ready, not the caller's stream.
         folds.are_all = folds.are_any() && others == 0 && self.far.is_none();
         folds.are_one = folds.are_all && parts.len() == 1;
         folds.may_be_for_all = folds.are_one && self.has_leader();
@@ -301,15 +302,16 @@ impl Binding {
     pub(super) fn needs(&self, op: &Operation, part: &Part) -> usize {
         let lends = part.program.lending.as_ref().is_some_and(|lending| self.lends(part, lending));
         let scaled = part.factor(op.scale, &op.reduction).is_some();
-        // Each step's accumulator, the scratch memory and the scaled copy begin somewhere of their own.
+        // Each step's accumulator, the scratch memory and the scaled copy begin at a multiple of `ALIGN`.
         needs(part.kept_on_device(scaled, lends), part.program.plan.steps.len() + 3)
     }
 }
 
 impl Lends for CudaLoans {
-    /// Ranks in one process always lend each other memory. Ranks in several do so for what is large, as the kernel that folds is put on a stream only when
-    /// all ranks are ready (`device/links/ipc.rs`). Chunks that are longer than one frame may be ([`limits`]) take the steps instead, in slices. All ranks decide
-    /// alike, since all see the same lengths and know where all devices are.
+    /// Ranks in one process lend each other memory for parts of any size; ranks in several processes only for large ones, as the kernel that folds is then
+    /// put on a stream only when all ranks are ready (`device/links/ipc.rs`). Parts whose chunks are longer than a frame may be ([`limits`]) take the steps, in
+    /// slices; so do all parts in groups too large for one kernel, or with a device that has no words. All ranks decide alike: they see the same lengths and
+    /// know where all devices are.
     fn begin(&mut self, c: Context<'_>, lending: &Lending) -> Agreement {
         let is_known = || self.binding.current().is_some_and(|operation| operation.is_folded());
         match self.binding.lends(c.part, lending) && is_known() {
@@ -370,7 +372,7 @@ impl Lends for CudaLoans {
         let operation =
             self.binding.current().ok_or_else(|| unsupported("an operation that was not begun"))?;
         if operation.is_for_all() {
-            return Ok(fold.m); // whoever came last has put it on a stream
+            return Ok(fold.m); // the rank that arrived last has launched it for all
         }
         let Reduction::Op(op) = &c.op.reduction else { return Err(unsupported("a function")) };
         let (mut all_ins, mut all_outs) = ([0; cuda::MAX_INS], [0; MAX_OUTS]);
@@ -381,8 +383,8 @@ impl Lends for CudaLoans {
         let divisor = c.divisor(fold.step);
         let kernel = cuda::reduce(c.part.dtype, *op, ins, outs, fold.m as u64, divisor, ctas);
         let launch = kernel.ok_or_else(|| unsupported(&format!("{op:?} on {}", c.part.dtype)))?;
-        // SAFETY: as in `launch`. What orders it with what the streams of all ranks held before are the waits that `DeviceOp::fold` puts
-        // before it, and the buffers are the caller's again when the streams of all ranks have come to the operation's end.
+        // SAFETY: as in `launch`. The waits that `DeviceOp::fold` puts before the kernel order it behind what the streams of all ranks held
+        // before. The callers get their buffers back when the streams of all ranks have come to the operation's end.
         operation
             .fold(fold.is_last, move |stream| unsafe { stream.launch("fold what all ranks lend", &launch) });
         Ok(fold.m)

@@ -18,7 +18,7 @@ use crate::link::exit::IsOver;
 use crate::plan::Step;
 use crate::trace::log::LOG;
 
-/// What to do where copies are not wanted.
+/// The advice in [`DeviceCopies::why`] for callers who want no copies.
 const INSTEAD: &str = "memory that allstream allocates (DeviceBuf::zeroed, from_host) needs no copy";
 
 /// What a communicator is bound to, as the executor has it.
@@ -35,8 +35,8 @@ pub(crate) fn bound_to(endpoint: &Endpoint) -> Option<&BoundTo> {
     bound.downcast_ref()
 }
 
-/// Binds a communicator: from here on devices run the operations on their buffers, and the library, if there is one, takes those operations
-/// whole that it can. All ranks call this between the same two operations.
+/// Binds a communicator: from here on the ranks' devices run operations on device buffers, and the library, if there is one, takes whole
+/// those operations that it supports. All ranks call this between the same two operations.
 pub(crate) fn bind(endpoint: &Endpoint, to: BoundTo) {
     let config = &endpoint.config;
     let lane = to.binding.as_ref().map(|binding| {
@@ -97,13 +97,13 @@ impl Bound for BoundTo {
     }
 
     fn is_touched(&self, lane: Option<&mut (dyn Lane + 'static)>, since: Duration) -> bool {
-        // Asked first: once this process's streams are known to be quiet, nothing more is lent.
+        // Asked first: once this process's streams are known to be quiet, this rank lends nothing more, so the answers below stay true.
         let is_on_devices = self.is_on_devices(since);
         let Some(far) = self.binding.as_ref().and_then(|binding| binding.far.as_ref()) else {
             return is_on_devices;
         };
         let is_elsewhere = lane.is_some_and(|lane| lane.port().is_read_elsewhere());
-        // Once this rank's stream was let go on, its words say nothing of those who read.
+        // After `let_go` the host itself has written most of this rank's words. Then only `PAST_END`, or a peer's exit, tells that the peer reads no more.
         is_on_devices || is_elsewhere || far.has_let_go() && far.may_be_touched()
     }
 
@@ -124,7 +124,7 @@ impl Bound for BoundTo {
 }
 
 impl Binding {
-    /// Why the devices of other ranks cannot touch memory of this rank's; `None`: they can.
+    /// Returns why the devices of other ranks cannot touch this memory of this rank. `None`: they can.
     pub(crate) fn cannot_lend(&self, place: &DevicePlace, bytes: usize) -> Result<Option<String>, Error> {
         if let Some(far) = &self.far
             && let Err(why) = far.share(&place.stream, place.address, bytes)?
@@ -137,13 +137,13 @@ impl Binding {
         Ok(refused.map(|why| format!("{why}; {INSTEAD}")))
     }
 
-    /// The buffers that were copied so far; `None`: none was.
+    /// Counts of the buffers that were copied so far. `None`: no buffer was copied.
     pub(crate) fn device_copies(&self) -> Option<DeviceCopies> {
         let copies = self.copied.lock();
         (copies.buffers > 0).then(|| copies.clone())
     }
 
-    /// Counts a buffer that is copied.
+    /// Counts a buffer that is copied, for this reason.
     pub(crate) fn copies(&self, bytes: usize, why: String) {
         let mut copies = self.copied.lock();
         if copies.why != why {

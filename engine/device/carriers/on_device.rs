@@ -38,12 +38,12 @@ impl Carrier for OnDevice {
         true
     }
 
-    /// Nobody tells when the memory is ready that ranks in other processes lend.
+    /// True while ranks in other processes lend memory that is not ready: nothing wakes this rank when it is ready, so the endpoint has to ask.
     fn is_to_be_asked(&self) -> bool {
         self.0.binding.far.as_ref().is_some_and(|far| far.is_unready())
     }
 
-    /// This rank has come last, and its driver does not take what it launches for all. Its peers wait for it meanwhile.
+    /// This rank arrived last and gives its driver the launch for all ranks, but the driver's call does not return. The peers wait meanwhile.
     fn held_up(&self) -> Option<MissingState> {
         let by = || format!("the driver of {:?}, which does not answer", self.0.stream().device());
         self.0.is_launching().then(|| MissingState::NotEnded { by: by() })
@@ -83,8 +83,8 @@ impl OnStream for Arc<DeviceOp> {
         DeviceOp::is_taken(self)
     }
 
-    /// The ranks whose inputs are not there. If there are none: this rank, where a library that took the operation has not ended it; or the ranks
-    /// whose devices are still at work, or whose drivers have not put all of the operation on the stream.
+    /// The ranks whose inputs are not there. If no input is missing: this rank, if a library has put the operation on the stream and has not ended
+    /// it. Otherwise the ranks whose devices are still at work, or whose drivers have not put all of the operation on the stream.
     fn late(&self, us: Rank) -> Vec<Missing> {
         let late = DeviceOp::late(self).into_iter();
         let missing: Vec<_> = late.map(|rank| Missing { rank, state: MissingState::NotReady }).collect();

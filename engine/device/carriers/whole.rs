@@ -21,7 +21,7 @@ pub(crate) struct WholeOp {
     /// The order of launches on the rank's device, if the operation is on device memory.
     order: Option<Arc<LaunchOrder>>,
     device: Option<Arc<DeviceOp>>,
-    /// The number that the barriers pass round. When a barrier is passed, it is the largest that any rank has put there.
+    /// The memory of the barriers. When a barrier is passed, it holds the largest number that any rank has put there.
     token: Arc<AtomicU64>,
     state: Arc<Mutex<State>>,
 }
@@ -78,7 +78,7 @@ impl WholeOp {
         let moved = call.is_some();
         let Some(device) = &self.device else {
             if let Some(call) = call {
-                // SAFETY: as in `launch`; there is no stream.
+                // SAFETY: as in `launch`; the memory is the host's, so there is no stream to wait for.
                 unsafe { self.by.submit(call, None) }?;
             }
             let standing = self.by.poll()?;

@@ -1,7 +1,7 @@
-//! The streams of a context, the points in them, and which of them wait: what they are. What is done with them is in the files above,
-//! `stream.rs` and `queues.rs`.
+//! The types for the streams of a context, for points in them, and for what is known of streams that wait. The code that uses them is in
+//! `stream.rs` and `queues.rs`, which import this file.
 //!
-//! A stream keeps its context, and the context lists its streams, weakly: each of the two types names the other.
+//! A stream keeps its context alive, and the context has weak references to its streams: so each of the two types names the other.
 
 use std::ffi::c_int;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -14,19 +14,19 @@ use super::Context;
 use crate::device::handle::{Entered, is_not_yet};
 use crate::error::Error;
 
-/// A stream, and what keeps it.
+/// A stream, and what keeps it alive.
 pub(in crate::device) struct Line {
     pub(in crate::device) context: Arc<Context>,
-    /// What the driver has for it.
+    /// The stream of the driver that this line stands for now.
     way: RwLock<Way>,
-    /// A number that no other stream of this process ever has: handles of the driver come again.
+    /// A number that no other stream of this process ever has. (The driver uses the handles of its streams again.)
     pub(in crate::device) id: u64,
     owner: Owner,
-    /// As one that waits (`queues.rs`).
+    /// What is known of this stream as one that waits (`queues.rs`).
     pub(in crate::device) standing: Mutex<Standing>,
 }
 
-/// A stream of the driver's, and its number, as that of a [`Line`].
+/// A stream of the driver, and a number that no other [`Way`] or [`Line`] of this process ever has.
 #[derive(Clone, Copy)]
 pub(in crate::device) struct Way {
     pub(in crate::device) raw: CuStream,
@@ -34,7 +34,7 @@ pub(in crate::device) struct Way {
 }
 
 impl Way {
-    /// Whoever has it destroys it. `priority`: of the least urgent one there is, and the most urgent one.
+    /// Makes a stream of the driver; whoever has the result destroys it. `priority` gets the least and the most urgent priority, and chooses one.
     pub(in crate::device) fn make(
         context: &Context,
         _: &Entered<'_>,
@@ -57,27 +57,27 @@ impl Line {
         Line { context, way: RwLock::new(way), id: number(), owner, standing: Mutex::default() }
     }
 
-    /// The driver's stream, to put something there: as long as this is held no other takes its place.
+    /// The driver's stream, to put work there. As long as the result is held, no other stream takes its place.
     pub(in crate::device) fn raw(&self) -> MappedRwLockReadGuard<'_, CuStream> {
         RwLockReadGuard::map(self.way.read(), |way| &way.raw)
     }
 
-    /// What the driver has for it now.
+    /// The stream of the driver that this line stands for now, and its number.
     pub(in crate::device) fn way(&self) -> Way {
         *self.way.read()
     }
 
-    /// Whether another stream of the driver's may take its place: nobody else knows this one.
+    /// Whether this line may go on with another stream of the driver, as nobody but the engine knows the present one.
     pub(in crate::device) fn may_move(&self) -> bool {
         matches!(self.owner, Owner::Alone)
     }
 
-    /// Goes on with another stream of the driver's, whatever is put here behind all that is here now. The one that was left,
-    /// which is the caller's, as this one was; work that is on it stays there.
+    /// Goes on with `next`, a stream of the driver that the caller gives away: what is put here from now on comes behind all that is
+    /// here now. Returns the driver's stream that was left, which is then the caller's; work that is on it stays there.
     pub(in crate::device) fn go_on_with(&self, entered: &Entered<'_>, next: Way) -> Result<Way, CudaError> {
         let mut way = self.way.write();
         self.context.follow(entered, way.raw, next.raw)?;
-        // What was learnt of it as one that waits was learnt of the stream that it leaves.
+        // What is known of this stream as one that waits is true only of the driver's stream that it leaves.
         self.standing.lock().forget();
         Ok(std::mem::replace(&mut *way, next))
     }
@@ -92,11 +92,11 @@ impl Line {
 pub(in crate::device) enum Owner {
     /// We do.
     Ours,
-    /// We do, and nobody else puts anything there: another may take its place.
+    /// We do, and nobody else puts work there: another stream of the driver may take its place.
     Alone,
     /// Someone else, for as long as was promised (`from_raw`).
     Promised,
-    /// What is here, as long as it is here.
+    /// `_owner` does, as long as it is not dropped.
     Kept { _owner: Box<dyn Send + Sync> },
 }
 
@@ -135,7 +135,7 @@ impl Drop for Point {
 }
 
 impl Point {
-    /// Whether it has been reached. Never blocks.
+    /// Whether the point has been reached. Never blocks.
     pub(in crate::device) fn is_complete(&self) -> Result<bool, Error> {
         let context = &self.context;
         // SAFETY: `self` keeps the event, and its context is current.
@@ -153,20 +153,20 @@ impl Point {
 pub(in crate::device) struct Standing {
     /// Streams of the driver's, by their numbers, which go on while this one waits.
     pub(in crate::device) apart: Vec<u64>,
-    /// Of a caller's: other callers' streams, which do not.
+    /// For a caller's stream: the numbers of other callers' streams, which do not go on meanwhile.
     pub(in crate::device) together: Vec<u64>,
-    /// The number of the copies' stream, where this one may hold that up and no spare one was found for copies.
+    /// The number of the stream for copies, if this stream may hold it up and no spare stream was found for the copies.
     pub(in crate::device) beside: Option<u64>,
-    /// So many times it is about to be made to wait for what is not on a stream yet.
+    /// How many waits for work that may not be on a stream yet are about to be put on this stream.
     pub(in crate::device) soon: usize,
-    /// Behind the last such wait.
+    /// The point behind the last such wait.
     pub(in crate::device) until: Option<Arc<Point>>,
     /// The communicator whose collectives run here.
     pub(in crate::device) comm: Option<u64>,
 }
 
 impl Standing {
-    /// Another stream of the driver's has taken its place.
+    /// Forgets what holds only for the former stream of the driver: another one has taken its place.
     pub(in crate::device) fn forget(&mut self) {
         self.apart.clear();
         self.together.clear();
@@ -184,32 +184,33 @@ impl Standing {
 /// The streams of a device that must not be held up, and those that may hold them up.
 #[derive(Default)]
 pub(in crate::device) struct Ways {
-    /// Whether all that is made ahead has been made.
+    /// Whether `make_ahead` has been called.
     pub(in crate::device) made: bool,
-    /// What collectives run on.
+    /// The streams that collectives run on, and those for messages that a library moves.
     pub(in crate::device) lines: Vec<Weak<Line>>,
-    /// What waits, or waited, for what was not on a stream then.
+    /// The streams that wait, or have waited, for work that may not have been on a stream then.
     pub(in crate::device) waiting: Vec<Weak<Line>>,
-    /// What collectives may go on with.
+    /// Streams of the driver that collectives, or copies, may go on with.
     pub(in crate::device) spare: Vec<Way>,
 }
 
 impl Ways {
-    /// What waits now.
+    /// The streams that wait now.
     pub(in crate::device) fn waiting(&mut self) -> Vec<Arc<Line>> {
         self.waiting.retain(|line| line.upgrade().is_some_and(|line| line.standing.lock().is_waiting()));
         self.waiting.iter().filter_map(Weak::upgrade).collect()
     }
 
-    /// Whether nothing waits.
+    /// Whether no stream waits.
     pub(in crate::device) fn is_quiet(&mut self) -> bool {
         self.waiting().is_empty()
     }
 
-    /// Destroys what nobody goes on with any more.
+    /// Destroys the spare streams.
     pub(in crate::device) fn close(&mut self, cuda: &Cuda, report: &dyn Fn(CudaError)) {
         for way in self.spare.drain(..) {
-            // SAFETY: made by `make_ahead`, or left by a line that made it; the driver lets what is on it finish.
+            // SAFETY: made by `Way::make`. If a line, or copies, used it, they have gone on with another stream, so nobody else has it. The
+            // driver lets what is on it finish.
             unsafe { cuda.stream_destroy(way.raw) }.unwrap_or_else(report);
         }
     }

@@ -1,18 +1,18 @@
 //! Links between ranks whose devices touch each other's memory, in two processes of one host.
 //!
-//! The same as [`super::peer`], with what processes can share: a cell says beside its descriptor which block of the sender's
-//! the frame lies in, and what the driver opens it by. `location` is the offset in that block. In place of events there are
-//! words that count frames ([`super::words`]): the stream of the one rank writes them, that of the other waits for them.
+//! They work as those of [`super::peer`] do, with what processes can share. Beside its descriptor a cell names the block of the sender in
+//! which the frame lies, with the handle by which the driver opens it; `location` is the offset in that block. In place of events there are
+//! words that count frames ([`super::words`]): the stream of one rank writes them, and the stream of the other rank waits for them.
 //!
-//! What a process was to write when it died is never written, and a stream that waits for it would wait for ever. So a
-//! rank that gives up and whose stream does not come to its end *lets go* ([`Far::let_go`]): it says so in all rings, and
-//! its host writes the words that its own stream waits for. What any device reads from then on counts for nothing, and an
-//! operation is only good if no rank has said so by its end ([`Far::check`]).
+//! A word that a process has not written when it dies is never written, and a stream that waits for it would wait for ever. So if a rank
+//! gives up and its stream does not come to its end, the rank *lets go* ([`Far::let_go`]): it says so in all rings, and its host writes the
+//! words that its own stream waits for. What any device reads from then on counts for nothing, and an operation is good only if no rank
+//! has let go by its end ([`Far::check`]).
 //!
-//! What is lent to be folded ([`LinkTx::lend`]) is written, too, by the stream of the peer. Two things follow. The peer gives its stream the kernel only when the
-//! lender's word has come, which its host looks for: no stream waits for that word, so a rank that lets go writes to nobody's memory before that memory's owner is ready.
-//! And where an operation fails, the lender has its memory back only when the peer's stream has said that it is past ([`PAST`]), or the peer's process has exited
-//! ([`FarPeer::may_write`]).
+//! Memory that is lent to be folded ([`LinkTx::lend`]) is also written by the peer's stream. Two rules follow. The peer's host looks for the
+//! lender's word, and puts the kernel on its stream only when the word has come. No stream waits for that word: so a rank that lets go writes
+//! to nobody's memory before the owner of the memory is ready. And if an operation fails, the lender gets its memory back only when the peer's
+//! stream has said that it is past ([`PAST`]), or the peer's process has exited ([`FarPeer::may_write`]).
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -34,26 +34,26 @@ use crate::link::ring::{CELLS, CLOSED, Consumer, Producer, RingMemory, publish};
 use crate::link::{Frame, Header, LinkRx, LinkTx, Loan, Place, Posted};
 use crate::types::{DType, Rank};
 
-/// What a rank gives to each rank in another process: where its inbox is in its region, and where a piece of its memory is.
+/// Bytes of the card that a rank gives to each rank in another process: where its inbox for that rank is in its region, and the name of a piece of its memory.
 pub(crate) const CARD: usize = 8 + NAME;
 
-/// In a descriptor's `location`: the frame is a loan. The bytes of its memory are added, and beside the descriptor lie the names of its two ends. No offset in
-/// a block is as large.
+/// This bit of a descriptor's `location` says that the frame is a loan. The other bits are then the loan's length in bytes, and the names of its input and
+/// output lie beside the descriptor. No offset in a block is as large as this bit.
 const LOAN: u64 = 1 << 63;
 
-/// A ring's flag: what was lent is taken back.
+/// A ring's flag: the sender has taken back what it lent.
 const REVOKED: u32 = 1;
-/// And what was read is not what was meant.
+/// A ring's flag: the sender has also let go, so what was read from it may be wrong.
 const LET_GO: u32 = 2;
 
-/// What a rank has made for one in another process; to be told to it.
+/// What a rank has made for a rank in another process, which gets the card.
 pub(crate) struct Offer {
     inbox: Arc<Inbox>,
     pub(crate) card: Vec<u8>,
 }
 
 impl Offer {
-    /// `probe`: some memory of the pool. `region`: our own.
+    /// `probe`: the name of some memory of our pool. `region`: our own.
     pub(crate) fn new(stream: &DeviceStream, region: &Arc<Region>, probe: &Exported) -> Result<Offer, Error> {
         let inbox = Arc::new(Inbox::new(stream, region)?);
         let mut card = inbox.offset().to_le_bytes().to_vec();
@@ -66,26 +66,26 @@ impl Offer {
 pub(crate) struct FarPeer {
     rank: Rank,
     process: u128,
-    /// Ours, which writes and waits for the words.
+    /// Our stream, which writes words for the peer and waits for the peer's.
     stream: DeviceStream,
     inbox: Arc<Inbox>,
-    /// There until the end.
+    /// `None` only while this is being dropped.
     outbox: Option<Outbox>,
     /// Whether its process has exited. None where the system cannot tell.
     exit: Option<Exit>,
-    /// It was given memory to read, or to write.
+    /// Whether it has been given memory to read or to write.
     is_given: AtomicBool,
     /// How many loans were made to it.
     lent: AtomicU64,
-    /// It lends us memory now; and its stream has come to where that may be touched.
+    /// `has_lent`: it lends us memory now. `is_ready`: its stream has come to the point from which we may touch that memory.
     has_lent: AtomicBool,
     is_ready: AtomicBool,
-    /// Keeps open what was opened to see whether it works.
+    /// Keeps open the memory of the peer that was opened to see whether opening works.
     _probe: Arc<Import>,
 }
 
 impl FarPeer {
-    /// Opens what a peer has told, which drew this number for its process, and whose region this is.
+    /// Opens what a peer has offered on its `card`. `process`: the number that its process has drawn. `region`: the peer's.
     pub(crate) fn new(
         stream: &DeviceStream,
         rank: Rank,
@@ -107,7 +107,7 @@ impl FarPeer {
         Ok(FarPeer { rank, process, stream, inbox, outbox, exit, is_given, lent, has_lent, is_ready, _probe })
     }
 
-    /// Tells the peer's stream, when ours comes here.
+    /// Makes our stream write these words to the peer, each with its value, when it comes here.
     fn put(&self, all: &[(usize, u32)]) -> Result<(), Error> {
         let gone = || Error::system("tell another process", "its words are gone (a bug)");
         self.outbox.as_ref().ok_or_else(gone)?.put(&self.stream, all)
@@ -124,7 +124,7 @@ impl FarPeer {
         lent > 0 && !self.inbox.shows(PAST, lent as u32) && !self.is_past()
     }
 
-    /// Our stream waits for the peer's.
+    /// Makes our stream wait until this word, which the peer's stream writes, shows `value`.
     fn wait(&self, word: usize, value: u32) -> Result<(), Error> {
         self.inbox.wait(&self.stream, word, value)
     }
@@ -138,11 +138,11 @@ impl Drop for FarPeer {
 
 /// The ranks in other processes.
 pub(crate) struct Far {
-    /// By rank; none where a rank is in this process.
+    /// By rank; `None` for the ranks of this process.
     pub(crate) peers: Vec<Option<Arc<FarPeer>>>,
-    /// Keeps the blocks that were lent.
+    /// As long as this lives, blocks that were lent are not given back to the driver.
     keep: Arc<()>,
-    /// To and from all other ranks.
+    /// The flags of the rings to all other ranks, and of the rings from them.
     to: Vec<RingFlag>,
     from: Vec<(Rank, RingFlag)>,
     let_go: AtomicBool,
@@ -169,12 +169,12 @@ impl Far {
         Ok(Far { peers, keep, to, from, let_go: AtomicBool::new(false) })
     }
 
-    /// A peer of another process may use blocks that were lent to it, for as long as it likes.
+    /// Blocks that were lent are never given back to the driver: peers in other processes may use them for as long as they like.
     pub(crate) fn leave_open(&self) {
         std::mem::forget(self.keep.clone());
     }
 
-    /// Names memory for the peers. `None`: they cannot have it.
+    /// The name by which the peers open this memory. `None`: it has none.
     pub(crate) fn export(
         &self,
         stream: &DeviceStream,
@@ -184,7 +184,7 @@ impl Far {
         stream.export(&self.keep, at, bytes)
     }
 
-    /// Sees to it that the peers can have memory; if they cannot: why.
+    /// Gives this memory a name for the peers. `Ok(Err(why))`: it can have none.
     pub(crate) fn share(
         &self,
         stream: &DeviceStream,
@@ -194,13 +194,13 @@ impl Far {
         stream.share(&self.keep, at, bytes)
     }
 
-    /// What anybody reads of this rank's from here on, or has read and not finished with, counts for nothing.
+    /// Tells all other ranks that what they read of this rank's memory from here on, or for operations that are not over, counts for nothing.
     pub(crate) fn distrust(&self) {
         self.to.iter().for_each(|flag| flag.raise(LET_GO));
     }
 
-    /// See the module: no stream of ours waits for a peer's any more. Nothing more is put there that does. To be called
-    /// again as long as the stream has not come to its end: the device of a peer that lives may write a word once more.
+    /// Lets go (see the module): ends all waits of our stream for the peers' words. No more waits are put there. To be called again as long
+    /// as the stream has not come to its end: the device of a peer that lives may write a smaller value over a word.
     pub(crate) fn let_go(&self) {
         if !self.let_go.swap(true, Ordering::SeqCst) {
             self.distrust();
@@ -208,7 +208,7 @@ impl Far {
         self.peers.iter().flatten().for_each(|peer| peer.inbox.release());
     }
 
-    /// Whether a peer lends memory that may not be touched yet: nobody tells when it may, so that somebody has to look.
+    /// Whether a peer lends memory that may not be touched yet. Nothing wakes this rank when it may, so whoever drives has to look.
     pub(crate) fn is_unready(&self) -> bool {
         self.unready().next().is_some()
     }
@@ -226,7 +226,7 @@ impl Far {
         self.peers.iter().flatten().all(|peer| peer.has_lent.load(Ordering::Acquire))
     }
 
-    /// Of a communicator that has failed: whether a peer may still touch what it was given to read or to write, in the order of streams or out of it.
+    /// For a communicator that has failed: whether a peer may still touch what it was given to read or to write, in the order of streams or out of it.
     pub(crate) fn may_be_touched(&self) -> bool {
         let touches = |peer: &Arc<FarPeer>| peer.is_given.load(Ordering::Acquire) && !peer.is_past();
         self.peers.iter().flatten().any(touches)
@@ -237,12 +237,12 @@ impl Far {
         self.peers.iter().flatten().any(|peer| peer.may_write())
     }
 
-    /// Whether this rank's stream was let go on without its peers.
+    /// Whether this rank has let its stream go on without waiting for its peers.
     pub(crate) fn has_let_go(&self) -> bool {
         self.let_go.load(Ordering::SeqCst)
     }
 
-    /// Whether what has come to its end did so in order. Asked once it has.
+    /// Whether the operation that has come to its end did so in order: neither this rank nor another has let go. Asked after that end.
     pub(crate) fn check(&self) -> Result<(), Error> {
         let by = self.from.iter().find(|(_, flag)| flag.is() >= LET_GO).map(|(rank, _)| *rank);
         if by.is_none() && !self.has_let_go() {
@@ -262,9 +262,9 @@ pub(crate) struct FarTx {
     ours: Arc<PeerDevice>,
     far: Arc<Far>,
     peer: Arc<FarPeer>,
-    /// Frames whose release our stream has been told of.
+    /// The frames before this number are released, and our stream waits for the reader's stream where they had a payload.
     seen: u64,
-    /// Frames in the ring that have a payload: what is empty nobody reads, and no word counts it.
+    /// Which frames in the ring have a payload. Nobody reads an empty frame, and no word counts it.
     full: [bool; CELLS as usize],
     /// How many frames the commands have posted so far.
     posted: Arc<AtomicU64>,
@@ -282,14 +282,14 @@ impl FarTx {
         Ok(FarTx { ring, doorbell, ours, far, peer, seen: 0, full, posted: Arc::default() })
     }
 
-    /// What the peer's word shows once it has read all frames from `seen` up to this one. `None`: there is nothing in them.
+    /// What the peer's word `DONE` shows once it has read the frames from `seen` up to, and without, `until`. `None`: all of them are empty.
     fn done(&self, until: u64) -> Option<u32> {
         let last = (self.seen..until).rev().find(|frame| self.full[(frame % CELLS) as usize]);
         last.map(mark)
     }
 
-    /// Posts a frame behind what this rank's stream holds then. `given`: what the peer is given, and of how many bytes each; what is written beside the descriptor
-    /// are the names of these.
+    /// Appends a command that posts a frame behind what this rank's stream then holds. `given`: the addresses that the peer is given (two
+    /// equal ones if the frame is no loan), and how many bytes each has. Their names are written beside the descriptor.
     fn post_behind(&mut self, header: Header, location: Option<u64>, given: ([u64; 2], usize)) {
         let (frame, memory, doorbell) =
             (self.ring.claim(), self.ring.memory().clone(), self.doorbell.clone());
@@ -360,15 +360,15 @@ impl LinkTx for FarTx {
         self.ring.is_closed()
     }
 
-    /// What is counted here, our stream may write again: it waits for the reader's.
+    /// Our stream may write again to the memory of the frames that are counted here: it waits for the reader's stream first.
     fn released(&mut self) -> Result<u64, Error> {
         let released = self.ring.released();
         if self.ring.memory().revoked().load(Ordering::SeqCst) != 0 {
-            return Ok(released); // the end of the link: `is_read_elsewhere` is asked
+            return Ok(released); // the link has ended: from here on `is_read_elsewhere` tells
         }
         if self.seen < released {
             let wait = match self.ring.is_closed() {
-                // It has not read all of them, and what it has, before it said so.
+                // The reader has hung up. It may not have read all frames; it writes END behind all that it has read.
                 true => Some((END, 1)),
                 false => self.done(released).map(|done| (DONE, done)),
             };
@@ -381,7 +381,7 @@ impl LinkTx for FarTx {
         Ok(released)
     }
 
-    /// Nothing more is put on the reader's stream; what is there already, `is_read_elsewhere` tells.
+    /// The reader puts nothing more on its stream. Whether what is there already still reads, `is_read_elsewhere` tells.
     fn revoke(&mut self) -> bool {
         self.ring.memory().revoked().fetch_max(REVOKED, Ordering::SeqCst);
         true
@@ -410,15 +410,15 @@ pub(crate) struct FarRx {
     ours: Arc<PeerDevice>,
     far: Arc<Far>,
     peer: Arc<FarPeer>,
-    /// The peer's blocks, by number.
+    /// The peer's blocks that are open or being opened here, by number.
     imports: HashMap<u64, Opening>,
-    /// Woken when one of them is open.
+    /// Woken when one of these blocks is open.
     waker: Waker,
     frames: u64,
-    /// How many of them were loans.
+    /// How many of the `frames` that were read so far were loans.
     loans: u64,
     head: Option<Frame>,
-    /// What the frame after those that were read lends, once it is known where that is.
+    /// What the next frame lends, once its addresses in this process are known.
     loan: Option<Loan>,
     hung_up: bool,
 }
@@ -427,7 +427,7 @@ pub(crate) struct FarRx {
 unsafe impl Send for FarRx {}
 
 impl FarRx {
-    /// `waker`: of who drives, for when it may go on.
+    /// `waker` wakes whoever drives this rank, when a block is open.
     pub(crate) fn new(
         place: Place,
         ours: Arc<PeerDevice>,
@@ -453,7 +453,7 @@ impl FarRx {
         })
     }
 
-    /// Where so many bytes at `location` of a block are, here, once the block is open. They are of elements of this type.
+    /// The address in this process of `bytes` bytes at `location` in a block; they are elements of type `dtype`. `None`: the block is not open yet.
     fn locate(
         &mut self,
         name: Exported,
@@ -461,7 +461,7 @@ impl FarRx {
         bytes: usize,
         dtype: u8,
     ) -> Result<Option<u64>, Error> {
-        // A kernel that reads where no element begins would be the end of our context.
+        // A kernel that reads at a misaligned address would destroy our context.
         let unit = DType::from_u8(dtype).map_or(1, |dtype| dtype.size() as u64);
         if !location.is_multiple_of(unit) {
             let problem = format!("no element begins at offset {location}");
@@ -481,15 +481,13 @@ impl FarRx {
                 true => format!(
                     "{bytes} bytes at offset {location} are not in its device memory of {whole} bytes"
                 ),
-                false => {
-                    "its device memory has taken the place of other memory, and is named again".to_owned()
-                }
+                false => "it names device memory that it has given back".to_owned(),
             };
             Error::protocol(self.peer.rank, problem)
         })
     }
 
-    /// Looks at the loan of so many bytes that is next. `None`: it may not be touched yet, or it is not known yet where it is.
+    /// Looks at the next frame, a loan of `bytes` bytes. `None`: it may not be touched yet, or its blocks are not open yet.
     fn look_at_loan(&mut self, bytes: usize, dtype: u8) -> Result<Option<Loan>, Error> {
         if self.loan.is_none() {
             let mut ends = [0; 2];
@@ -506,7 +504,7 @@ impl FarRx {
             self.loan = Some(Loan { input: std::ptr::without_provenance(input), output, bytes });
             self.peer.has_lent.store(true, Ordering::Release);
         }
-        // The word may be one that this rank's host wrote to end the waits of its own stream. Then it has let go before that.
+        // This rank's host may itself have written the word, to end waits of its own stream. Then the rank has let go before that.
         if !self.peer.inbox.shows(READY, mark(self.frames)) || self.far.has_let_go() {
             return Ok(None);
         }
@@ -527,6 +525,9 @@ impl LinkRx for FarRx {
         let (header, mut at) = (descriptor.header(), 0);
         let (len, dtype) = (header.len as usize, header.signature.dtype);
         if descriptor.location & LOAN != 0 && len == Loan::FRAME {
+            if header.message & 0xffff != Loan::MESSAGE {
+                return Err(Error::protocol(self.peer.rank, "a loan of device memory in place of a message"));
+            }
             if self.look_at_loan((descriptor.location & !LOAN) as usize, dtype)?.is_none() {
                 return Ok(None);
             }
@@ -564,7 +565,7 @@ impl LinkRx for FarRx {
         let (count, memory, doorbell) = (self.ring.pass(), self.ring.memory().clone(), self.doorbell.clone());
         self.ours.commands.put(move || {
             if is_marked {
-                // If this fails, the sender must not write there: it does not get the frame back, and all ranks hear why.
+                // If this fails, the sender must not write to the memory: it does not get the frame back, and all ranks hear why.
                 match past {
                     Some(past) => peer.put(&[(DONE, done), (PAST, past)])?,
                     None => peer.put(&[(DONE, done)])?,
@@ -576,7 +577,7 @@ impl LinkRx for FarRx {
         });
     }
 
-    /// Says that nothing more will be read; by the last word the sender sees when all has been.
+    /// Says that nothing more will be read. By the words END and PAST_END the sender sees when all reading is over.
     fn hang_up(&mut self) {
         (self.head, self.hung_up) = (None, true);
         let (peer, memory, doorbell) = (self.peer.clone(), self.ring.memory().clone(), self.doorbell.clone());

@@ -1,15 +1,15 @@
-//! Links between ranks whose devices touch each other's memory: the same device, or peers of one process. Those between
-//! processes ([`super::ipc`]) do the same with memory and events that processes share.
+//! Links between ranks of one process whose devices touch each other's memory: they share a device, or their devices are peers. Links
+//! between processes ([`super::ipc`]) do the same with words in shared memory in place of events.
 //!
-//! What travels between hosts is a ring of descriptors, as [`crate::link::local`]'s: each lends a piece of the sender's device
-//! memory. What orders the devices, where the receiver reads a frame by itself, are two events beside each cell. The sender records `ready` on its stream before it
-//! posts, and the receiver's stream waits for that before it reads; the receiver records `done` before it releases, and the
-//! sender's stream waits for that before it writes there again. So "posted" and "released" mean *put on a stream*, and
-//! nothing is ever put on a stream that waits for what is not on one yet: a device never waits for a host, whatever
-//! becomes of the ranks.
+//! The hosts' side is a ring of descriptors, as in [`crate::link::local`]: each descriptor lends a piece of the sender's device memory.
+//! Where the receiver reads a frame by itself, two events beside each cell order the devices. The sender records `ready` on its stream before
+//! it posts, and the receiver's stream waits for `ready` before it reads. The receiver records `done` before it releases, and the sender's
+//! stream waits for `done` before it writes to the memory again. So "posted" and "released" mean *put on a stream*, and no stream is ever
+//! made to wait for what is not on a stream yet: a device never waits for a host, whatever becomes of the ranks.
 //!
-//! What is lent to be folded ([`LinkTx::lend`]) has no events, unless the rank's own stream writes it first. Words say when the inputs of a whole operation are there, and when each rank's stream has
-//! come to its end of it ([`PeerDevice::wait_for_start`], [`PeerDevice::over_for`]): far fewer calls of the driver.
+//! A loan, which is to be folded ([`LinkTx::lend`]), has no events, unless the lender's own stream writes the memory first. Words say when the
+//! inputs of a whole operation are there ([`PeerDevice::wait_for_start`]), and when each rank's stream has come to the operation's end
+//! ([`PeerDevice::over_for`]). That takes far fewer calls of the driver.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -33,9 +33,9 @@ use crate::link::waits::{Point, Wait, dawdle, kept, stop};
 use crate::link::{Frame, Header, LinkRx, LinkTx, Loan, Place, Posted};
 use crate::types::Rank;
 
-/// Where the payload of a loan's frame is: beside its descriptor.
+/// The `location` of a loan's frame, whose payload lies beside the descriptor.
 const BESIDE: u64 = u64::MAX;
-/// The same, of a loan that has events.
+/// The same for a loan that has events.
 const BESIDE_AND_MARKED: u64 = u64::MAX - 1;
 
 type Mark = Mutex<Option<DeviceEvent>>;
@@ -56,38 +56,38 @@ fn at(frame: u64) -> usize {
 pub(crate) struct PeerDevice {
     /// Where all of this rank's work on the communicator goes.
     pub(crate) stream: DeviceStream,
-    /// What is to be put there, by a thread that may block.
+    /// The commands that put this work there; threads that may block carry them out.
     pub(crate) commands: Arc<Commands>,
-    /// Where messages go that a library moves: made with the first.
+    /// The stream for messages that a library moves, made with the first of them.
     messages: Mutex<Option<DeviceStream>>,
-    /// Of the links from this rank, by receiver.
+    /// The events of the links from this rank, by receiver.
     to: Vec<Marks>,
     /// This rank.
     rank: Rank,
-    /// What the streams of all ranks have come to with this rank's operations, and what streams of the caller's wait for. Made when the communicator
-    /// is bound: getting memory for it may wait for the device. The error where that cannot be.
+    /// The words that say how far the streams of all ranks have come with this rank's operations; callers' streams wait for them. Made when the
+    /// communicator is bound, as getting memory for them may wait for the device. An error if they could not be made.
     pub(in crate::device) words: Result<DeviceSignal, Error>,
     starts: Starts,
-    /// The operation for which all words were written last.
+    /// The last operation for which all words were written.
     refreshed: AtomicU64,
-    /// What this rank lends now, its own stream writes first.
+    /// Whether this rank's own stream first writes what the rank lends now.
     lends_own_work: AtomicBool,
-    /// How many operations are begun, and over, as far as the driver has told the host: where there are no words, or a word does not come.
+    /// How many operations have begun, and how many are over, as far as the driver has told the host: used if there are no words, or a word does not come.
     told: [AtomicU64; 2],
-    /// How many operations of the communicator are on the stream, at least in part; how many are so whole; and how many are called.
+    /// How many of the communicator's operations are on the stream at least in part (`put`) and wholly (`put_over`), and how many have been called.
     put: AtomicU64,
     put_over: AtomicU64,
     called: AtomicU64,
-    /// To see to it that streams which wait for that word hold up no collective.
+    /// Makes sure that streams which wait for these words hold up no collective.
     probe: Mutex<Result<Probe, Error>>,
     /// Which streams this rank has its inputs on, and which wait for the communicator's operations.
     pub(crate) inputs: Inputs,
-    /// Which operations one launch folds for all ranks; and of rank 0, what the ranks have brought to the next of them.
+    /// Which operations one launch folds for all ranks. On rank 0 also what the ranks have brought to the next of them.
     pub(crate) arrivals: Arrivals,
 }
 
 impl PeerDevice {
-    /// Of a rank of a communicator of so many ranks, and this number.
+    /// For rank `rank` of a communicator that has `size` ranks and the number `comm`.
     pub(crate) fn new(
         stream: DeviceStream,
         commands: Arc<Commands>,
@@ -120,8 +120,8 @@ impl PeerDevice {
         }
     }
 
-    /// The stream for messages that a library moves, the first of them to or from a buffer on `user`. NCCL is to find it where it was,
-    /// so it is none that goes on as another.
+    /// The stream for messages that a library moves. `user`: the stream of the first message's buffer. NCCL keeps the driver's stream that
+    /// it was called with, so this stream never goes on with another one of the driver.
     pub(crate) fn stream_for_messages(&self, user: &DeviceStream) -> Result<DeviceStream, Error> {
         let mut messages = self.messages.lock();
         if let Some(stream) = &*messages {
@@ -135,7 +135,7 @@ impl PeerDevice {
         Ok(messages.insert(stream?).clone())
     }
 
-    /// Where its streams are filled to.
+    /// The points up to which this rank's streams are filled now.
     pub(crate) fn points(&self) -> Result<Vec<DeviceEvent>, Error> {
         let messages = self.messages.lock().clone();
         [Some(self.stream.clone()), messages].iter().flatten().map(DeviceStream::point).collect()
@@ -145,8 +145,8 @@ impl PeerDevice {
         self.rank
     }
 
-    /// The devices of the communicator in this process, this one among them: their streams write words here. `leader`: of rank 0, if that one's stream
-    /// also takes launches that fold for all ranks.
+    /// Tells this rank's words which streams write them: those of all devices of the communicator in this process, this one included. `leader`: rank
+    /// 0's device, if its stream also takes launches that fold for all ranks.
     pub(crate) fn is_among(&self, all: &[Option<Arc<PeerDevice>>], leader: Option<&PeerDevice>) {
         if let Ok(words) = &self.words {
             let each = all.iter().flatten().map(|device| (Word::Over(device.rank), device.stream.clone()));
@@ -155,19 +155,19 @@ impl PeerDevice {
         }
     }
 
-    /// Whether words say what the stream has come to.
+    /// Whether there are words, which say how far the stream has come.
     pub(crate) fn has_words(&self) -> bool {
         self.words.is_ok()
     }
 
-    /// Of a call whose buffers are on this stream: has that write a word when it comes here, where words written so come in their order.
-    /// `None`: they might not, as another stream has still to write one; or there are no words.
+    /// For a call whose buffers are on `stream`: makes `stream` write the word for its input when it comes here. `None`: there are no words, or
+    /// another stream has still to write that word, and the numbers might not come in their order.
     pub(crate) fn put_input(&self, stream: &DeviceStream) -> Result<Option<Start>, Error> {
         let Ok(words) = &self.words else { return Ok(None) };
         Ok(words.put_input(stream)?.map(Start::Input))
     }
 
-    /// It is this operation's turn, whose inputs are there when `start` says so. `lends_own_work`: what it lends, the rank's stream writes first.
+    /// Notes that it is this operation's turn, and that `start` says when its inputs are there. `lends_own_work`: the rank's stream first writes what it lends.
     pub(crate) fn starts(&self, number: u64, start: Start, lends_own_work: bool) {
         self.lends_own_work.store(lends_own_work, Ordering::Release);
         self.starts.set(number, start);
@@ -179,24 +179,24 @@ impl PeerDevice {
         self.starts.get(number).map(Start::word)
     }
 
-    /// Whether the word says so by now.
+    /// Whether the inputs are there by now, as `start` says.
     pub(crate) fn shows(&self, start: Start) -> bool {
         let (which, value) = start.word();
         self.words.as_ref().is_ok_and(|words| words.shows(which, value))
     }
 
-    /// For a stream that is to wait for this operation's inputs on this rank. `None`: it has not been begun here (a bug).
+    /// The wait for a stream that is to wait for this operation's inputs on this rank. `None`: there are no words, or the operation is not known here (a bug).
     pub(crate) fn wait_for_start(&self, number: u64) -> Option<CuStreamMemOp> {
         let (which, value) = self.start(number)?;
         Some(self.words.as_ref().ok()?.wait(which, value))
     }
 
-    /// A command: the driver is given the first work of this operation.
+    /// A command, which notes that the driver is given the first work of this operation now.
     pub(crate) fn takes(&self, number: u64) {
         self.put.fetch_max(number + 1, Ordering::AcqRel);
     }
 
-    /// A command: what is on the stream now is all that this operation waits for before its first work.
+    /// A command. The stream now holds all that this operation waits for before its first work; a word, or else the driver, is to tell when that is done.
     pub(crate) fn begins(self: &Arc<Self>, number: u64) -> Result<(), Error> {
         match self.begun(number) {
             Some(write) => self.stream.put_words("begin a collective", &mut [write]),
@@ -209,17 +209,17 @@ impl PeerDevice {
         self.tell_when_here(Word::Over(self.rank), number)
     }
 
-    /// For our stream, behind all that it does for this operation of `whose`. `None`: there are no words.
+    /// The write of a word for our stream, behind all that it does for this operation, which `whose` sees. `None`: there are no words.
     pub(crate) fn over_for(&self, whose: &PeerDevice, number: u64) -> Option<CuStreamMemOp> {
         Some(whose.words.as_ref().ok()?.write(Word::Over(self.rank), value(number)))
     }
 
-    /// A command: all of this operation is on the stream.
+    /// A command, which notes that all of this operation is on the stream.
     pub(crate) fn has_put_over(&self, number: u64) {
         self.put_over.fetch_max(number + 1, Ordering::AcqRel);
     }
 
-    /// A command that ends an operation: whether it is to write all words, also those that it need not.
+    /// Asked by the command that ends an operation: whether it is to write all words, also those that it need not write.
     pub(crate) fn refreshes(&self, number: u64) -> bool {
         let is_due = number.wrapping_sub(self.refreshed.load(Ordering::Relaxed)) >= REFRESH;
         if is_due {
@@ -228,7 +228,7 @@ impl PeerDevice {
         is_due
     }
 
-    /// For our stream, behind its waits for this operation's inputs. `None`: there are no words.
+    /// The write of a word for our stream, behind its waits for this operation's inputs. `None`: there are no words.
     pub(crate) fn begun(&self, number: u64) -> Option<CuStreamMemOp> {
         Some(self.words.as_ref().ok()?.write(Word::Begun, value(number)))
     }
@@ -249,17 +249,17 @@ impl PeerDevice {
         Ok(())
     }
 
-    /// The driver says that the stream has come so far with this operation.
+    /// Notes that, as the driver says, the stream has come so far with this operation.
     pub(crate) fn tell(&self, which: Word, number: u64) {
         self.told(which).fetch_max(number + 1, Ordering::AcqRel);
         if let Ok(words) = &self.words {
-            // Where streams share the device's queues, one that waits for the word may stand before the work that writes it.
+            // If streams share a hardware queue, a stream that waits for the word may stand there before the work that writes it.
             words.set(which, value(number));
         }
         self.commands.wake();
     }
 
-    /// The driver says that the stream has come to the end of this operation, for which these ranks have lent it memory.
+    /// Notes that, as the driver says, the stream has come to the end of this operation, for which the ranks `others` have lent this one memory.
     pub(crate) fn tell_over<'a>(&self, others: impl Iterator<Item = &'a Arc<PeerDevice>>, number: u64) {
         self.tell(Word::Over(self.rank), number);
         for words in others.filter_map(|other| other.words.as_ref().ok()) {
@@ -285,7 +285,7 @@ impl PeerDevice {
         self.start(number).is_none_or(|(which, value)| words.shows(which, value))
     }
 
-    /// Whether the stream of `other` has come to the end of this operation of ours. As [`has_begun`](Self::has_begun).
+    /// Whether the stream of `other` has come to the end of this operation of ours. As [`has_begun`](Self::has_begun): no call of the driver's.
     pub(crate) fn has_ended_by(&self, other: &PeerDevice, number: u64) -> bool {
         let which = Word::Over(other.rank);
         other.told(which).load(Ordering::Acquire) > number
@@ -313,36 +313,36 @@ impl PeerDevice {
         words.is_awaited_by(stream, others.map(|other| Word::Over(other.rank)), value(number))
     }
 
-    /// Sees to it that these streams may wait so and hold up no collective: then it counts as if they did until they are said
-    /// to ([`DeviceStream::waits_now`]). `false`: they may hold up what they wait for.
+    /// Makes sure that these streams hold up no collective while they wait for words. Then they count as waiting, until
+    /// [`DeviceStream::waits_now`] says up to which point they do. `false`: they may hold up what they wait for.
     pub(crate) fn make_way<'a>(
         &self,
         streams: impl Iterator<Item = &'a DeviceStream>,
         needs_copies: bool,
     ) -> bool {
-        // Without words no stream can be made to wait: who tries is told why.
+        // Without words no stream can be made to wait: the attempt gives the error.
         self.probe.lock().as_mut().map_or(true, |probe| probe.make_way(streams, needs_copies))
     }
 
-    /// Finds out which of these callers' streams go on while that one waits.
+    /// Finds out which of the callers' streams `others` go on while `waiting` waits.
     pub(crate) fn learn(&self, waiting: &DeviceStream, others: &[DeviceStream]) {
         if let Ok(probe) = &mut *self.probe.lock() {
             probe.learn(waiting, others);
         }
     }
 
-    /// The number from which on this rank has called no operation.
+    /// The number of the next operation that this rank calls.
     pub(crate) fn next_call(&self) -> u64 {
         self.called.load(Ordering::Acquire)
     }
 
-    /// This operation is called.
+    /// Notes that this operation has been called.
     pub(crate) fn called(&self, number: u64) {
         self.called.fetch_max(number + 1, Ordering::AcqRel);
     }
 
-    /// A command: lets all streams go on that wait for an operation of the communicator, which has failed, behind what the stream holds; and in
-    /// any case after a while.
+    /// A command, for a communicator that has failed: lets all streams that wait for its operations go on, once the ranks' streams have done what they
+    /// hold now, and in any case after a while.
     pub(crate) fn release_all(&self) -> Result<(), Error> {
         let called = self.called.load(Ordering::Acquire);
         match &self.words {
@@ -352,7 +352,7 @@ impl PeerDevice {
         }
     }
 
-    /// Lets those streams go on now, whatever is still on the rank's. A store to memory, no call of the driver's.
+    /// Lets the same streams go on now, whatever is still on the ranks' streams. A store to memory, no call of the driver's.
     pub(crate) fn release_all_now(&self) {
         let called = self.called.load(Ordering::Acquire);
         if let Ok(words) = &self.words
@@ -369,7 +369,7 @@ pub(crate) struct PeerTx {
     doorbell: Doorbell,
     ours: Arc<PeerDevice>,
     to: Rank,
-    /// Frames whose release our stream has been told of.
+    /// The frames before this number are released, and our stream waits for the reader's stream where they had events.
     seen: u64,
     /// Which of the frames in the ring have events beside them.
     marked: [bool; CELLS as usize],
@@ -383,7 +383,7 @@ impl PeerTx {
         Ok(PeerTx { ring, doorbell, ours, to, seen: 0, marked: [false; CELLS as usize] })
     }
 
-    /// Posts a frame. With `is_marked`, what this rank's stream holds then is marked there before.
+    /// Appends a command that posts a frame. With `is_marked` it first records `ready` behind what this rank's stream then holds.
     fn post_behind(&mut self, descriptor: Descriptor, is_marked: bool, beside: Option<[u64; 3]>) {
         let (frame, memory, doorbell) =
             (self.ring.claim(), self.ring.memory().clone(), self.doorbell.clone());
@@ -432,7 +432,7 @@ impl LinkTx for PeerTx {
         Ok(())
     }
 
-    /// What is counted here, our stream may write again: it waits for the reader's.
+    /// Our stream may write again to the memory of the frames that are counted here: it waits for the reader's stream first.
     fn released(&mut self) -> Result<u64, Error> {
         let released = self.ring.released();
         for frame in (self.seen..released).filter(|frame| self.marked[at(*frame)] && kept(Wait::Done)) {
@@ -446,8 +446,8 @@ impl LinkTx for PeerTx {
         Ok(released)
     }
 
-    /// The reader looks at nothing more. What it has put on its stream, and what it is about to put there, those know who end the
-    /// communicator's operations on devices (`Binding::is_touched`).
+    /// The reader looks at nothing more. Whoever ends the communicator's operations on devices waits for what the reader has put on its
+    /// stream or is about to put there (`Binding::is_touched`).
     fn revoke(&mut self) -> bool {
         self.ring.memory().revoked().fetch_max(1, Ordering::SeqCst);
         true
@@ -463,7 +463,7 @@ pub(crate) struct PeerRx {
     rank: Rank,
     frames: u64,
     head: Option<Frame>,
-    /// There are events beside it.
+    /// Whether there are events beside `head`.
     is_marked: bool,
     hung_up: bool,
 }
@@ -472,7 +472,7 @@ pub(crate) struct PeerRx {
 unsafe impl Send for PeerRx {}
 
 impl PeerRx {
-    /// From the device `theirs` to ours, that of `rank`.
+    /// From the device `theirs` to `ours`, which is that of `rank`.
     pub(crate) fn new(
         place: Place,
         ours: Arc<PeerDevice>,
@@ -535,7 +535,7 @@ impl LinkRx for PeerRx {
         let (count, memory, doorbell) = (self.ring.pass(), self.ring.memory().clone(), self.doorbell.clone());
         self.ours.commands.put(move || {
             if is_marked {
-                // If this fails, the sender must not write there: it does not get the frame back, and all ranks hear why.
+                // If this fails, the sender must not write to the memory: it does not get the frame back, and all ranks hear why.
                 ours.stream.record_in(&mut theirs.to[rank].done[at(frame)].lock())?;
             }
             memory.release(count);
@@ -547,7 +547,7 @@ impl LinkRx for PeerRx {
     fn hang_up(&mut self) {
         self.head = None;
         self.hung_up = true;
-        // Behind all releases: none of them comes after this.
+        // By a command, so that it comes behind all releases.
         let (memory, doorbell) = (self.ring.memory().clone(), self.doorbell.clone());
         self.ours.commands.put_always(move || {
             memory.release(CLOSED);

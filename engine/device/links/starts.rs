@@ -4,10 +4,10 @@ use parking_lot::Mutex;
 
 use crate::device::signal::Word;
 
-/// Of so many operations a rank remembers what says that their inputs are there: of more than may be on its stream at a time.
+/// For how many operations a rank remembers what says that their inputs are there: for more than fit on its stream at a time.
 const STARTS: usize = 2048;
 
-/// What the words of operations show from this operation on; compared as numbers on a circle.
+/// What a word that counts operations shows from this operation on. These numbers wrap, and are compared as numbers on a circle.
 pub(crate) fn value(number: u64) -> u32 {
     (number as u32).wrapping_add(1)
 }
@@ -17,12 +17,12 @@ pub(crate) fn value(number: u64) -> u32 {
 pub(crate) enum Start {
     /// [`Word::Input`], which the caller's stream writes.
     Input(u32),
-    /// [`Word::Begun`], which the rank's stream writes behind its waits for the caller's.
+    /// [`Word::Begun`], which the rank's stream writes behind its waits for the caller's streams.
     Begun(u32),
 }
 
 impl Start {
-    /// Of an operation for which the rank's stream says so.
+    /// For an operation of which the rank's own stream says that the inputs are there.
     pub(crate) fn of(number: u64) -> Start {
         Start::Begun(value(number))
     }
@@ -36,7 +36,7 @@ impl Start {
     }
 }
 
-/// What says that the inputs of the operations that were begun last are there: by number.
+/// The [`Start`]s of the [`STARTS`] operations that were begun last, each with the operation's number.
 pub(super) struct Starts(Mutex<Box<[(u64, Start)]>>);
 
 impl Starts {

@@ -18,21 +18,21 @@ use crate::error::Error;
 use crate::link::region::{PAGE, Region};
 use crate::types::Rank;
 
-/// Frames of the link from the peer that may be read.
+/// Offset in the page, in bytes, as of all these words: how many frames of the link from the peer may be read.
 pub(super) const READY: usize = 0;
-/// Frames of the link to the peer that it has read.
+/// How many frames of the link to the peer it has read.
 pub(super) const DONE: usize = 128;
-/// 1: the peer reads nothing more, and has read all that it had begun.
+/// 1: the peer reads nothing more, and has read all that it had begun to read.
 pub(super) const END: usize = 256;
-/// 1: the peer writes nothing more here. A word of the hosts' alone.
+/// 1: the peer writes nothing more here. Only hosts write and read this word.
 const LEFT: usize = 384;
-/// Loans to the peer that its stream is past: it touches their memory no more. No stream waits for this word nor for [`PAST_END`], and our host writes neither,
-/// so that what they say is so whatever has failed.
+/// How many loans to the peer its stream has passed: it touches their memory no more. No stream waits for this word or for [`PAST_END`], and our host
+/// writes neither. So both can be believed whatever has failed.
 pub(super) const PAST: usize = 512;
 /// 1: the peer's stream is past all that it was ever lent, and is given no more work of the communicator's.
 pub(super) const PAST_END: usize = 640;
 
-/// Ends all waits of a stream: none of them is as far ahead of what the word showed as this.
+/// Added to a word, this ends all waits of a stream for it: none of them is for a value so far ahead of what the word shows.
 const AHEAD: u32 = 1 << 30;
 
 /// What a word shows once a stream has come past this frame.
@@ -53,7 +53,7 @@ fn given_back(region: &Weak<Region>, offset: usize) -> bool {
     left
 }
 
-/// Makes a page of the region's part for users' buffers known to a device, as words for its streams.
+/// Registers a page of the region's arena with a device, as words for its streams.
 fn register(region: &Arc<Region>, stream: &DeviceStream, offset: usize) -> Result<SharedWords, Error> {
     let at = NonNull::new(region.at(offset));
     let nowhere = || Error::system("register words that processes share", "there is no such page (a bug)");
@@ -73,7 +73,7 @@ pub(super) struct Inbox {
 }
 
 impl Inbox {
-    /// In our own region, for the device of `stream`.
+    /// Takes a page of our own region, for the device of `stream`.
     pub(super) fn new(stream: &DeviceStream, region: &Arc<Region>) -> Result<Inbox, Error> {
         KEPT.lock().retain(|(region, offset)| !given_back(region, *offset));
         let full = || Error::system("make words for another process", "this rank's region is full");
@@ -111,8 +111,8 @@ impl Inbox {
         self.words.as_ref().is_some_and(|words| words.shows(word, value))
     }
 
-    /// Ends all waits for these words. The stream must not be made to wait for them any more. May be called again, where a
-    /// peer that lives may have written in between.
+    /// Ends all waits for these words. The stream must not be made to wait for them any more. May be called again, as a
+    /// peer that lives may have written smaller values in between.
     pub(super) fn release(&self) {
         let word = |word: usize| self.region.word(self.offset + word);
         let ahead = |at: usize| (at, word(at).load(Ordering::Acquire).wrapping_add(AHEAD));
@@ -124,7 +124,7 @@ impl Inbox {
 
 impl Drop for Inbox {
     fn drop(&mut self) {
-        // No device of ours knows the page any more; the peer's may yet.
+        // From here on no device of ours uses the page; the peer's device still may.
         self.words = None;
         let region = Arc::downgrade(&self.region);
         if !given_back(&region, self.offset) {
@@ -141,7 +141,7 @@ pub(super) struct Outbox {
 }
 
 impl Outbox {
-    /// The inbox that rank `peer` has for us, in its region.
+    /// Opens the inbox that rank `peer` has for us in its region.
     pub(super) fn open(
         stream: &DeviceStream,
         peer: Rank,

@@ -8,8 +8,8 @@ use crate::device::whole::{Piece, WholeCall};
 use crate::types::{Kind, Rank, Tables};
 
 impl NcclEnd {
-    /// Makes the calls of a piece with a count for each rank, in a group. Blocks that are empty are not called: both ends of a message, and
-    /// all ranks of a broadcast or a reduction, have compared their lengths before.
+    /// Makes the calls of a piece with a count for each rank, in a group. An empty block gets no call: both ends of a message, and all
+    /// ranks of a broadcast or a reduction, have compared its length before, so all of them leave it out.
     ///
     /// # Safety
     /// As of [`Whole::submit`](crate::device::whole::Whole::submit).
@@ -34,12 +34,12 @@ impl NcclEnd {
         };
         let input = |block: Rank| piece.input_block(tables, block);
         let output = |block: Rank| piece.output_block(tables, block);
-        // Which block of an input or an output is this rank's own, where that may be its only one.
+        // The index of this rank's own block in an all_gather's input or a reduce_scatter's output: only a call in place has other blocks there.
         let own = if piece.is_in_place() { rank } else { 0 };
         match call.kind {
             Kind::AllGather => (0..size).try_for_each(|from| {
                 let (to, len) = output(from);
-                // Only the rank that gives looks at the input.
+                // NCCL reads the input only on the rank whose block it is.
                 let (given, _) = if from == rank { input(own) } else { (to, len) };
                 match len {
                     0 => Ok(()),
@@ -51,11 +51,11 @@ impl NcclEnd {
             }),
             Kind::ReduceScatter => {
                 let (dtype, op) = (data_type(piece.dtype), red_op(call.op, piece.dtype));
-                // `takes` has seen to that.
+                // `takes` has refused types and reductions that NCCL does not have.
                 let (Some(dtype), Some(op)) = (dtype, op) else { return Ok(()) };
                 (0..size).try_for_each(|to| {
                     let (given, len) = input(to);
-                    // Only the rank that gets the result looks at the output.
+                    // NCCL writes the output only on the rank that gets the result.
                     let (result, _) = if to == rank { output(own) } else { (given, len) };
                     let ends = (given.cast_const().cast(), result.cast(), len / piece.dtype.size());
                     match len {
@@ -77,7 +77,7 @@ impl NcclEnd {
                 send(peer, input(peer))?;
                 recv(peer, output(peer))
             }),
-            // `takes` has seen to that.
+            // `takes` has refused all other collectives.
             _ => Ok(()),
         }
     }

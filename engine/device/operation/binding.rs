@@ -22,7 +22,7 @@ use crate::mem::Verdict;
 use crate::trace::log::LOG;
 use crate::types::Rank;
 
-/// Bytes of a slice: pipelining on a device is the device's, so chunks are not cut but to keep a frame's length in 32 bits.
+/// Bytes of a slice. The device itself overlaps copies and folds, so chunks are cut only where a frame's length would not fit in 32 bits.
 const SLICE: usize = 1 << 30;
 /// Bytes that one frame can lend.
 const FRAME: usize = u32::MAX as usize;
@@ -33,11 +33,12 @@ const LET_GO: Duration = Duration::from_millis(150);
 /// How often [`Binding::leave`] looks whether commands are still being carried out.
 const LOOK: Duration = Duration::from_millis(1);
 
-/// From so many bytes on, a part is folded at once between processes, too. A rank's host then waits for the words of all ranks before it gives its
-/// stream the kernel, some tens of microseconds that a stream would not take; what this saves, up to a pass over the memory, is as much at about this size. Not measured.
+/// Between processes a part is folded at once if it has so many bytes or more. A rank's host then waits for the words of all ranks before
+/// it puts the kernel on its stream, which costs some tens of microseconds. Folding saves up to one pass over the memory, which takes as
+/// much time at about this size. Estimated, not measured.
 const FOLDED_BETWEEN_PROCESSES: usize = 16 << 20;
 
-/// From how many bytes on ranks in several processes fold at once.
+/// The least number of bytes of a part that ranks in several processes fold at once.
 fn folded_between_processes_from() -> usize {
     #[cfg(any(test, feature = "testing"))]
     if let Some(bytes) = crate::testing::faults::folded_between_processes_from() {
@@ -58,25 +59,25 @@ pub(crate) fn limits() -> (usize, usize) {
 /// A rank's device in a communicator, and those of all its peers.
 pub(crate) struct Binding {
     pub(crate) ours: Arc<PeerDevice>,
-    /// By rank, ours too; none where a rank is in another process, or out of reach.
+    /// By rank, with ours; `None` for a rank in another process or out of reach.
     pub(crate) all: Vec<Option<Arc<PeerDevice>>>,
-    /// All devices touch each other's memory. Else what no library takes whole is staged.
+    /// Whether all devices touch each other's memory. If not, operations that no library takes whole are staged.
     pub(crate) reaches: bool,
-    /// Those in other processes, if there are any.
+    /// The ranks in other processes, if there are any.
     pub(crate) far: Option<Arc<Far>>,
-    /// Streams of the other devices in this process: one of each.
+    /// A stream of each other device in this process.
     pub(crate) others: Vec<DeviceStream>,
-    /// All ranks are in this process, and share a device: what one launch folds for all of them goes to this one's stream, rank 0's.
+    /// Rank 0's device, if all ranks are in this process and share a device: launches that fold for all ranks go to its stream.
     pub(super) leader: Option<Arc<PeerDevice>>,
     /// What takes operations whole, if anything does.
     pub(crate) whole: Option<BoundWhole>,
-    /// Other libraries' buffers of which operations had copies.
+    /// Counts other libraries' buffers of which operations used copies.
     pub(crate) copied: Mutex<DeviceCopies>,
     /// How far its operations have left the devices, once it has failed.
     pub(super) leaving: Leaving,
     /// The operation that was begun last.
     pub(super) current: Mutex<Weak<DeviceOp>>,
-    /// What messages go by that a library moves: made with the first.
+    /// What moves the messages that a library takes, made with the first of them.
     pub(crate) message_path: Mutex<Option<Arc<MessagePath>>>,
     _open: Busy,
 }
@@ -84,14 +85,15 @@ pub(crate) struct Binding {
 /// How the operations of a communicator that has failed leave the devices.
 #[derive(Default)]
 pub(super) struct Leaving {
-    /// Those that were given up, and the verdicts on those that streams were made to wait for.
+    /// The operations that were given up, and the verdicts on those of them that streams were made to wait for.
     pub(super) operations: Mutex<Vec<Weak<DeviceOp>>>,
     pub(super) verdicts: Mutex<Vec<Arc<Verdict>>>,
-    /// The commands of [`Binding::leave`] are appended.
+    /// Whether the first command that calls [`Binding::leave`] has been appended.
     pub(super) has_begun: AtomicBool,
-    /// With all ranks in this process, and no library: the buffers' streams wait for all that any rank has put on its stream.
+    /// If all ranks are in this process, and no library takes operations: set once the buffers' streams have been made to wait for all
+    /// that any rank has put on its stream, or to the error of that.
     pub(super) ordered: OnceLock<Result<(), Error>>,
-    /// The streams of this process have come to the end of what was put on them.
+    /// Whether the ranks' streams in this process have come to the end of what was put on them.
     pub(super) is_quiet: Arc<AtomicBool>,
 }
 
@@ -182,7 +184,7 @@ impl Binding {
             });
         }
         if self.far.as_ref().is_some_and(|far| far.may_be_written()) {
-            // The callers' streams go on before that: what they write to buffers that were handed on may be overwritten.
+            // The callers' streams go on before the peers are done, so what they write to buffers that were handed on may be overwritten.
             self.leaving.verdicts.lock().iter().for_each(|verdict| verdict.overtake());
         }
         let operations = match self.is_ordered() {
@@ -202,7 +204,7 @@ impl Binding {
         }
     }
 
-    /// Notes when all streams of this process have come to where they are filled to now.
+    /// Has noted when the ranks' streams in this process have come to the points up to which they are filled now.
     fn watch_ends(self: &Arc<Self>) -> Result<(), Error> {
         let devices = self.all.iter().flatten();
         let points = devices.map(|device| device.points()).collect::<Result<Vec<_>, _>>()?.concat();
@@ -210,7 +212,7 @@ impl Binding {
         for point in points {
             let (left, binding) = (left.clone(), self.clone());
             let reached = move |result: Result<(), Error>| {
-                // Where one has failed, nobody can tell when the streams are quiet.
+                // If a stream has failed, nobody can tell when the streams are quiet.
                 if result.is_ok() && left.fetch_sub(1, Ordering::AcqRel) == 1 {
                     binding.leaving.is_quiet.store(true, Ordering::Release);
                     if binding.far_alone().is_none() {
@@ -252,13 +254,13 @@ impl Binding {
         self.far.as_ref().filter(|_| self.whole.is_none())
     }
 
-    /// Whether so many bytes are folded at once, as far as that depends on where the ranks are. The same on all.
+    /// Whether so many bytes are folded at once, as far as that depends on where the ranks are. The answer is the same on all ranks.
     pub(crate) fn folds_at_once(&self, bytes: usize) -> bool {
         self.far.is_none() || self.far_alone().is_some() && bytes >= folded_between_processes_from()
     }
 
-    /// The streams do not come to their ends, or the driver does not answer: what waits for them goes on. Stores to memory, no call of the
-    /// driver's.
+    /// Called when the streams do not come to their ends, or the driver does not answer: lets what waits for them go on. Makes stores to
+    /// memory, and no call of the driver's.
     fn overtake(&self) {
         self.leaving.verdicts.lock().iter().for_each(|verdict| verdict.overtake());
         self.ours.release_all_now();
@@ -268,7 +270,7 @@ impl Binding {
     }
 }
 
-/// When this is dropped, no device touches the memory any more that is held by these verdicts.
+/// Verdicts that hold memory of dropped buffers. To be dropped once no device touches that memory any more: this frees it.
 struct LetGo(Vec<Arc<Verdict>>);
 
 impl Drop for LetGo {
@@ -282,7 +284,7 @@ pub(crate) struct DeviceLinks {
     pub(crate) rings: Arc<dyn Opener>,
     pub(crate) binding: Arc<Binding>,
     pub(crate) rank: Rank,
-    /// Of who drives.
+    /// Wakes whoever drives this rank.
     pub(crate) waker: Waker,
 }
 

@@ -1,4 +1,4 @@
-//! What an operation of devices needs, as its call finds out: above all which of its parts are folded at once.
+//! What an operation on devices needs, as its call finds out: memory, copies, and which of its parts a single kernel folds.
 
 use std::sync::Arc;
 
@@ -7,24 +7,26 @@ use crate::device::workspace::Workspace;
 use crate::error::Error;
 use crate::plan::Lending;
 
-/// Which of an operation's parts one kernel of each rank folds ([`Lends`](crate::exec::lends::Lends)), as the call knows.
+/// Which of an operation's parts are *folded*: the ranks lend each other their memory, and one kernel of each rank combines what is lent
+/// ([`Lends`](crate::exec::lends::Lends)). The call finds this out.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Folds {
-    /// There are no other parts.
+    /// All parts are folded, and all ranks are in this process.
     pub(crate) are_all: bool,
-    /// And there is one part.
+    /// The same, and there is only one part.
     pub(crate) are_one: bool,
-    /// And one launch may fold it for all ranks: they are in this process, and share a device.
+    /// The same, and one launch may fold that part for all ranks, as they share a device.
     pub(crate) may_be_for_all: bool,
-    /// What this rank lends, its own stream writes first: it multiplies its input, or lends copies.
+    /// Peers wait for this rank's own stream before they read what it lends: the stream multiplies the input or makes copies first, or there are ranks in
+    /// other processes.
     pub(crate) own_work_is_lent: bool,
-    /// The ranks that the buffers are lent to, and those whose buffers are lent to this rank: a bit for each.
+    /// The ranks that this rank lends its buffers to, and the ranks that lend theirs to this one: bit `r` stands for rank `r`.
     pub(super) lent_to: u64,
     pub(super) lent_by: u64,
 }
 
 impl Folds {
-    /// A part is folded, as this plan says.
+    /// Adds a part that is folded: the ranks that it is lent to, and those that lend theirs.
     pub(crate) fn add(&mut self, lending: &Lending) {
         let lent_to = lending.loans.iter().enumerate().filter(|(_, loan)| loan.is_some());
         self.lent_to = lent_to.fold(self.lent_to, |bits, (rank, _)| bits | 1 << rank);
@@ -32,15 +34,15 @@ impl Folds {
         self.lent_by = lent_by.fold(self.lent_by, |bits, (rank, _)| bits | 1 << rank);
     }
 
-    /// Whether there is one.
+    /// Whether any part is folded.
     pub(crate) fn are_any(&self) -> bool {
         self.lent_to | self.lent_by != 0
     }
 }
 
-/// What an operation needs beside its buffers.
+/// What an operation needs besides its buffers.
 pub(crate) struct Needs {
-    /// The error for which there is no workspace.
+    /// The memory that its parts need; or the error, if it could not be had.
     pub(crate) workspace: Result<Arc<Workspace>, Error>,
     pub(crate) copied: Vec<Copied>,
     pub(crate) folds: Folds,

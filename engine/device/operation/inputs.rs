@@ -1,15 +1,16 @@
-//! The streams on which the ranks of a process have their inputs, and those that wait for an operation before all ranks have called it.
+//! The streams on which the ranks of a process make their inputs, and the streams that wait for an operation before all ranks have called it.
 //!
-//! Where ranks share a device, their callers' streams share its hardware queues. A stream that one rank has joined with an operation may hold
-//! up the stream on which another rank's input is made, and that rank's call would come behind it: then neither goes on. So a
-//! rank that joins before all have called first asks for this (`queues/pairs.rs`), and waits on the host for their calls if it is
-//! so. Where that cannot be known beforehand, as a rank has not called yet or uses another stream, its call finds it, and the communicator ends at once
-//! with an error that names the rule. It does so, too, where a join waits on the host for a call that only the waiting thread itself would make.
+//! Where ranks share a device, their callers' streams share its hardware queues. Suppose that one rank *joins* a stream with an operation (makes
+//! the stream wait for it), and another rank, which has not called the operation yet, makes its input on a stream in the same queue. Then the input
+//! comes only after the wait, and the wait ends only after the input: neither goes on. So a rank that joins before all have called first asks which
+//! streams share a queue (`queues/pairs.rs`); if these do, it waits on the host for the calls. Where that cannot be known beforehand, because a rank
+//! has not called anything yet or then uses another stream, that rank's call finds the fault, and the communicator ends at once with an error that
+//! names the rule. It also ends if a join waits on the host for a call that only the waiting thread itself would make.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::thread::ThreadId;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
@@ -21,11 +22,11 @@ use crate::device::stream::DeviceStream;
 use crate::error::Error;
 use crate::types::Rank;
 
-/// Ranks that have not called yet, and seem to have no stream, get so long to make one before another's stream waits.
+/// How long ranks that have not called anything yet, and seem to have no stream, get to make one before another rank's stream waits.
 const SOON: Duration = Duration::from_millis(500);
-/// A join waits so long for calls that its own thread would have to make, as far as can be known. Another thread may take the rank over.
+/// How long a join waits for calls that, as far as is known, its own thread would have to make. Another thread may make them meanwhile.
 const GRACE: Duration = Duration::from_millis(500);
-/// An input that may be behind a stream which waits for its operation gets so long to come.
+/// How long an input may take to come if a stream that waits for the input's own operation may hold it up.
 const PATIENCE: Duration = Duration::from_secs(1);
 
 /// The error for a join before all ranks have called.
@@ -43,7 +44,8 @@ fn behind(waiting: Rank, held: Rank) -> Error {
 }
 
 impl Binding {
-    /// The ranks of this process whose streams wait for what this rank has not called yet, with those streams, and whether they wait already.
+    /// The streams of other ranks of this process that wait, or are about to wait, for operations that this rank has not called yet. With each stream:
+    /// its rank, and whether the wait is on the stream already.
     fn early(&self) -> impl Iterator<Item = (Rank, DeviceStream, bool)> {
         let number = self.ours.next_call();
         let others = self.all.iter().enumerate();
@@ -54,7 +56,8 @@ impl Binding {
         })
     }
 
-    /// All of an operation is on the streams of these ranks, or of one of them for all.
+    /// Notes that these ranks' work for an operation is on their streams (or, with one launch for all of them, on rank 0's), and wakes the ranks whose
+    /// next operation `may_begin` has put off.
     pub(super) fn has_put<'a>(&self, number: u64, ranks: impl IntoIterator<Item = &'a Arc<PeerDevice>>) {
         for device in ranks {
             device.has_put_over(number);
@@ -67,10 +70,10 @@ impl Binding {
         }
     }
 
-    /// A call of this rank's, on buffers of these streams, before anything of it is put there.
+    /// Checks a call of this rank, whose buffers are on these streams, before it puts anything there.
     ///
     /// # Errors
-    /// One of them is held up by a stream that waits for this call.
+    /// One of the streams shares a hardware queue with a stream of another rank that already waits for this call.
     pub(crate) fn find_held_up(&self, streams: &[DeviceStream], us: Rank) -> Result<(), Error> {
         let is_behind =
             |waiting: &DeviceStream| streams.iter().any(|stream| waiting.pair(stream) == Pair::Together);
@@ -81,10 +84,10 @@ impl Binding {
     }
 }
 
-/// Threads whose joins wait for calls of other ranks, and for which operation.
+/// The threads whose joins wait on the host for calls of other ranks, each with the operation that it joins.
 static WAITING: Mutex<Vec<(ThreadId, Arc<DeviceOp>)>> = Mutex::new(Vec::new());
 
-/// As long as it is there, this thread makes no calls for other ranks.
+/// While this exists, its thread waits in a join, and so makes no calls for other ranks.
 pub(crate) struct Blocked(ThreadId);
 
 impl Blocked {
@@ -105,7 +108,8 @@ impl Drop for Blocked {
     }
 }
 
-/// Whether this rank was last called on this thread, or on one whose join waits for ranks of which that is so.
+/// Whether, as far as is known, this rank cannot call before this thread goes on: the rank's last call was made on this thread, or on a thread whose
+/// join waits for a rank of which the same is true.
 fn leads_here(device: &PeerDevice) -> bool {
     let (here, waiting) = (std::thread::current().id(), WAITING.lock().clone());
     let (mut seen, mut to_see) = (Vec::new(), vec![device.inputs.thread()]);
@@ -125,8 +129,8 @@ fn leads_here(device: &PeerDevice) -> bool {
 }
 
 impl DeviceOp {
-    /// It is about to be submitted, and its streams have been marked: notes them, and the thread. Whatever of it may be behind a stream
-    /// that waits for it is looked after: if it does not come, the communicator ends.
+    /// Called when the operation is about to be submitted and its streams have been marked: notes these streams and this thread. If another rank's
+    /// stream that waits for this operation may hold up the inputs, and they have not come after [`PATIENCE`], calls `fail`.
     /// `us` is this rank, and `fail` ends the communicator.
     pub(crate) fn watch_inputs(self: &Arc<Self>, us: Rank, fail: impl FnOnce(Error) + Send + 'static) {
         self.binding.ours.inputs.called(&self.streams);
@@ -135,18 +139,20 @@ impl DeviceOp {
         let Some((rank, waiting, _)) = self.binding.early().find(|(_, waiting, _)| !is_apart(waiting)) else {
             return;
         };
-        let operation = Arc::downgrade(self);
+        let (operation, called) = (Arc::downgrade(self), Instant::now());
         later(PATIENCE, move || {
-            let Some(operation) = operation.upgrade() else { return };
+            // Whoever settles has all that is put off done at once: then it is too early to say that the operation cannot go on.
+            let is_early = called.elapsed() < PATIENCE;
+            let Some(operation) = operation.upgrade().filter(|_| !is_early) else { return };
             if waiting.is_waiting() && !operation.has_come_to_call() {
                 fail(behind(rank, us));
             }
         });
     }
 
-    /// Whether the rank's stream may be made to wait for this operation's inputs now. They may be behind another rank's stream, which waits for
-    /// the end of an earlier operation. As long as that end is not on a stream, it might get there behind this rank's wait, if the ranks' streams
-    /// share a queue. Who drives the rank is woken when it is there.
+    /// Whether the rank's stream may be made to wait for this operation's inputs now. The inputs may be held up by another rank's stream that waits
+    /// for the end of an earlier operation. As long as that end is not on a stream, it might get into a hardware queue behind this rank's wait, if the
+    /// ranks' streams share one. After `false`, whoever drives the rank is woken when the end is on a stream.
     pub(crate) fn may_begin(&self) -> bool {
         if self.has_begun.load(Ordering::Acquire) || !self.is_behind_joins() {
             return true;
@@ -166,15 +172,16 @@ impl DeviceOp {
         })
     }
 
-    /// The ranks of this process that have not called it.
+    /// The ranks of this process that have not called the operation.
     fn uncalled(&self) -> impl Iterator<Item = (Rank, &Arc<PeerDevice>)> {
         let all = self.binding.all.iter().enumerate();
         let here = all.filter_map(|(rank, device)| Some((rank, device.as_ref()?)));
         here.filter(|(_, device)| device.next_call() <= self.number())
     }
 
-    /// Whether `stream`, and those of the buffers, may wait for it before all ranks of the process have called: they are not seen to hold up
-    /// what those have their inputs on. `waited`: for how long the caller has waited for this. Asks the device where it is not known.
+    /// Whether `stream` and the buffers' streams may wait for the operation before all ranks of the process have called it: as far as can be found out,
+    /// they do not hold up the streams on which the other ranks make their inputs. Asks the device about streams of which it is not known yet.
+    /// `waited`: for how long the caller has waited for `true`.
     pub(crate) fn spares_inputs(&self, stream: &DeviceStream, waited: Duration) -> bool {
         let mut waits: Vec<&DeviceStream> = Vec::new();
         for stream in self.streams.iter().chain([stream]) {
@@ -185,7 +192,7 @@ impl DeviceOp {
         let others: Vec<_> = self.uncalled().map(|(_, device)| device).collect();
         let new = others.iter().filter(|device| device.inputs.used().is_empty()).count();
         others.iter().all(|device| {
-            // What waits for a call of that rank's already may as well wait for this one.
+            // A stream that already waits for a call of that rank may wait for this operation, too.
             let ours = self.binding.ours.inputs.joined_from(device.next_call());
             let waits_already = |stream: &DeviceStream| {
                 ours.iter().any(|(waiting, is_put)| *is_put && waiting == stream) && stream.is_waiting()
@@ -196,7 +203,7 @@ impl DeviceOp {
         })
     }
 
-    /// The same of one rank. `new`: so many ranks have not called at all.
+    /// The same for one rank that has not called. `new`: how many such ranks have no known stream, as they have not called anything.
     fn is_spared(
         &self,
         device: &PeerDevice,
@@ -207,10 +214,11 @@ impl DeviceOp {
         let is_new = used.is_empty();
         let candidates: Vec<DeviceStream> = match is_new {
             false => used.into_iter().filter(|stream| stream.shares_device(waits[0])).collect(),
-            // Any stream that there is may be the one that it is going to use.
+            // Any caller's stream of the device may be the one that the rank is going to use.
             true => waits[0].callers_beside().into_iter().filter(|stream| !waits.contains(&stream)).collect(),
         };
-        // Its thread waits for this call, as far as can be known, so it does not call meanwhile; and its call finds what is wrong.
+        // As far as is known, the rank cannot call before this thread goes on, so waiting for it would be in vain. If its input is then held up, its call
+        // finds that out.
         let is_blocked = || leads_here(device);
         if is_new && candidates.len() < new && waited < SOON && !is_blocked() {
             return false;
@@ -230,20 +238,20 @@ impl DeviceOp {
         })
     }
 
-    /// Whether ranks that have not called it may need copies first, which must go on then.
+    /// Whether ranks that have not called the operation may need copies between host and device before they call, so that copies must not be held up.
     pub(crate) fn needs_copies(&self) -> bool {
         let here = std::thread::current().id();
         self.uncalled()
             .any(|(_, device)| device.stream.shares_device(self.stream()) && device.inputs.thread() != here)
     }
 
-    /// This stream waits for it, or is about to, and it is not on the rank's stream.
+    /// Notes that this stream waits for the operation (`is_put`), or is about to wait, while not all of the operation is on streams.
     pub(crate) fn note_join(&self, stream: &DeviceStream, is_put: bool) {
         self.binding.ours.inputs.joins(stream, self.number(), is_put);
     }
 
-    /// A join that has waited so long waits for a call that only a thread would make which waits itself: this one, or one that waits for
-    /// this one in turn. The error for it.
+    /// The error for a join that has waited this long, if it cannot end: as far as is known, a call that it waits for would be made by this thread itself,
+    /// or by a thread that waits for this one.
     pub(crate) fn waits_for_itself(&self, us: Rank, waited: Duration) -> Option<Error> {
         if waited < GRACE {
             return None;

@@ -1,9 +1,9 @@
-//! Which of the callers' streams share a hardware queue: so one that waits for a collective holds up the other, on which another rank may
-//! have its input.
+//! Finds out which of the callers' streams share a hardware queue. If two do, one that waits for a collective holds up the other, on which another
+//! rank may make its input.
 //!
-//! None of them can be moved to another queue. So this is only found out, once for each two, in the same way as for streams of ours (see
-//! above): the one waits for a word of the host's, the others are each told to write a word. What comes only when the host has
-//! let the first go on was held up by it. What does not come then either had other work to do, and nothing is known of it.
+//! Callers' streams cannot be moved to another queue. So each two are only asked about, once, in the same way as streams of ours (`queues.rs`):
+//! one stream waits for a word of the host's, and the others are each told to write a word. A stream whose word comes only when the host has let
+//! the first stream go on was held up by it. A stream whose word does not come even then had other work to do, and nothing is known of it.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -13,12 +13,12 @@ use crate::device::context::Context;
 use crate::device::stream::DeviceStream;
 use crate::error::Error;
 
-/// Of two streams of callers'.
+/// What is known of two callers' streams.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Pair {
-    /// The one goes on while the other waits.
+    /// Each goes on while the other waits.
     Apart,
-    /// They share a hardware queue, or are one stream of the driver's.
+    /// They share a hardware queue, as far as was seen, or are the same stream of the driver.
     Together,
     /// It could not be found out yet.
     Unknown,
@@ -35,7 +35,7 @@ fn add(list: &mut Vec<u64>, id: u64) {
 }
 
 impl DeviceStream {
-    /// What is known of this one and another. Of streams of two devices: they are apart.
+    /// What is known of this stream and another. Streams of two devices are apart.
     pub(crate) fn pair(&self, other: &DeviceStream) -> Pair {
         let (ours, theirs) = (self.0.way(), other.0.way());
         if !self.shares_device(other) {
@@ -56,7 +56,7 @@ impl DeviceStream {
         Arc::ptr_eq(&self.0.context, &other.0.context)
     }
 
-    /// It is a caller's: a rank may have its input there.
+    /// Notes that this stream is a caller's: a rank may make its input there.
     pub(in crate::device) fn made_a_callers(self) -> DeviceStream {
         enter(&mut self.0.context.callers.lock(), &self);
         self
@@ -69,14 +69,14 @@ impl DeviceStream {
 }
 
 impl Probe {
-    /// Finds out which of `others` go on while `waiting` waits. Both are callers' streams of one device; `waiting` has no work coming that is
-    /// captured into a graph.
+    /// Finds out which of `others` go on while `waiting` waits. All are callers' streams of one device, and `waiting` is not captured into a graph
+    /// meanwhile.
     pub(crate) fn learn(&mut self, waiting: &DeviceStream, others: &[DeviceStream]) {
         let context: Arc<Context> = waiting.0.context.clone();
         if is_one() || waiting.is_waiting() || self.bells.is_empty() {
             return;
         }
-        // One question at a time: what waits for one would be taken for held up by another.
+        // One question at a time: a stream that waits because of one question would seem to be held up in another.
         let _ways = context.ways.lock();
         for others in others.chunks(self.bells.len()) {
             match self.question(waiting, others) {
@@ -95,7 +95,7 @@ impl Probe {
         self.turn = self.turn.wrapping_add(1);
         let turn = self.turn;
         let free = |stream: &DeviceStream| stream.refuse_capture("join", "it is captured").is_ok();
-        // A stream that another thread captures would have the write in its graph.
+        // A stream that another thread captures is not asked: the write would become part of its graph.
         let mut asked: Vec<bool> = others.iter().map(free).collect();
         let held = self.gate.is_awaited_by(waiting, [BELL].into_iter(), turn).and_then(|()| {
             let mut all = others.iter().zip(&self.bells).zip(&asked).filter(|(_, asked)| **asked);
@@ -120,25 +120,24 @@ impl Probe {
         let meanwhile = came(&asked);
         self.gate.set(BELL, turn);
         let behind = came(&asked);
-        held?;
         let answer = |(meanwhile, behind): (&bool, &bool)| match (meanwhile, behind) {
             (true, _) => Pair::Apart,
             (false, true) => Pair::Together,
             (false, false) => Pair::Unknown,
         };
         let answers = meanwhile.iter().zip(&behind).map(answer).collect();
-        // Where a capture began meanwhile, a graph may write that word whenever it runs: the word stays for good, and is used no more.
+        // If a capture of a stream began meanwhile, its graph may write the word whenever it runs: the word is leaked, and not used again.
         for at in (0..asked.len()).rev() {
             if std::mem::take(&mut asked[at]) && !free(&others[at]) {
                 std::mem::forget(self.bells.remove(at));
             }
         }
-        Ok(answers)
+        held.map(|()| answers)
     }
 }
 
-/// What is true of two streams is so of either. A stream that goes on while another waits is certain not to be held up. One that does not may
-/// only have been slow, so nothing else is concluded from that.
+/// Notes each answer for both streams, as it is true of either. `Apart` is certain. `Together` is not: a stream whose word came late may only have been
+/// slow, so nothing is concluded from it about further streams.
 fn note(waiting: &DeviceStream, others: &[DeviceStream], answers: &[Pair]) {
     for (other, answer) in others.iter().zip(answers) {
         for (stream, of) in [(waiting, other), (other, waiting)] {

@@ -1,19 +1,19 @@
 //! The order of launches on a device.
 //!
-//! Kernels of a library wait on the device for those of their peers. Two of them, launched in one order on one device and in the other
-//! order on another, may each hold what the other needs, for ever. So all that libraries take is launched in one order on all devices,
-//! over all communicators:
+//! A library's kernel waits on the device for the kernels of its peers. If two operations are launched in one order on one device and in the
+//! other order on another, each kernel may hold what the other needs, for ever. So all operations that libraries take are launched in the same
+//! order on all devices, over all communicators:
 //!
-//! - Collectives queue for their rank's device as they are submitted ([`Ticket`]). Before one is first there its rank does not even tell
-//!   its peers that it has called. Ranks that submit in different orders so wait for each other on the host, where the deadline ends
-//!   it. Messages do not queue: who sends and who receives what is found out on the host, in any order.
-//! - When all ranks concerned have called, they agree on a time ([`Turn`]): each names one that is later than all that its device knows of,
-//!   and the latest counts. A device launches what is due earliest, once nothing can become due before that. As all ranks are there by
-//!   then, a time that was named is soon agreed on. This is Skeen's total order (Birman and Joseph, "Reliable communication in the
-//!   presence of failures", ACM TOCS 5(1), 1987).
+//! - Collectives queue for their rank's device when they are submitted ([`Ticket`]). As long as a collective is not first in the queue, its rank
+//!   does not even tell its peers that it has called. So ranks that submit in different orders wait for each other on the host, where the
+//!   deadline ends the wait. Messages do not queue: sender and receiver of each find each other on the host, in any order.
+//! - When all ranks of an operation have called it, they agree on a time ([`Turn`]): each rank names a time that is later than all times its
+//!   device knows of, and the latest of the named times counts. A device launches the operation with the earliest time, once no other operation
+//!   can get an earlier one. Since all ranks have called by then, they soon agree on a time that was named. This is Skeen's total order (Birman
+//!   and Joseph, "Reliable communication in the presence of failures", ACM TOCS 5(1), 1987).
 //!
-//! Streams of one device may start what is on them in any order. So what is launched also waits, on the device, for the end of what was
-//! launched there before on another stream.
+//! Streams of one device may start their work in any order. So an operation that is launched also waits, on the device, for the end of the
+//! operation that was launched there before it, if that is on another stream.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -29,12 +29,12 @@ use crate::types::Rank;
 /// An operation, and the waker of whoever drives its communicator.
 pub(crate) struct Called {
     pub(crate) what: Operation,
-    /// As all ranks call it: no other operation has this name.
+    /// The operation's name, the same on all of its ranks. No other operation has this name.
     pub(crate) name: u64,
     pub(crate) waker: Waker,
 }
 
-/// When an operation is launched: a time; its name; and a number that no other operation of this process has.
+/// The place of an operation in the order: its time; for equal times its name; then a number that no other operation of this process has.
 type When = (u64, u64, u64);
 
 struct Due {
@@ -51,23 +51,23 @@ struct Dues {
 }
 
 impl Dues {
-    /// Of who drives the next one, where that may be launched.
+    /// The waker of whoever drives the first operation, if that operation may be launched.
     fn next(&self) -> Option<Waker> {
         self.all.values().next().filter(|next| next.is_agreed).map(|next| next.called.waker.clone())
     }
 }
 
-/// The operations that are to be launched on a device, and the last one that was.
+/// The operations that are to be launched on a device, and the one that was launched last.
 #[derive(Default)]
 pub(crate) struct LaunchOrder {
-    /// Those that queue, with their numbers.
+    /// The queue: each operation, with the number of its [`Ticket`].
     waiting: Mutex<VecDeque<(u64, Called)>>,
     dues: Mutex<Dues>,
-    /// Its stream, and its end there.
+    /// The stream of the operation that was launched last, and the event that marks its end there.
     last: Mutex<Option<(DeviceStream, DeviceEvent)>>,
 }
 
-/// Whether a test has taken the order away.
+/// Whether a test has switched the order off.
 fn is_any_order() -> bool {
     #[cfg(any(test, feature = "testing"))]
     return crate::testing::faults::launches_are_in_any_order();
@@ -81,8 +81,8 @@ fn number() -> u64 {
 }
 
 impl LaunchOrder {
-    /// Of the device with this identity; where ranks share devices, of this rank of its world there. Kernels of two ranks that are of one
-    /// operation wait for each other, so none of them may be held up until the other has ended.
+    /// The order of the device with this identity. Where ranks share devices, each has an order of its own there (`sharer`: its world rank): two
+    /// ranks' kernels of one operation wait for each other, so neither kernel may be held up until the other has ended.
     pub(crate) fn of(device: [u8; 16], sharer: Option<Rank>) -> Arc<LaunchOrder> {
         type Known = (([u8; 16], Option<Rank>), Weak<LaunchOrder>);
         static ALL: Mutex<Vec<Known>> = Mutex::new(Vec::new());
@@ -97,7 +97,7 @@ impl LaunchOrder {
         })
     }
 
-    /// The next place in the queue.
+    /// Puts an operation at the end of the queue.
     pub(crate) fn queue(self: &Arc<Self>, called: Called) -> Ticket {
         let mut waiting = self.waiting.lock();
         let number = number();
@@ -105,7 +105,7 @@ impl LaunchOrder {
         Ticket { order: self.clone(), number }
     }
 
-    /// Names a time for an operation that all ranks concerned have called.
+    /// Names a time for an operation that all of its ranks have called.
     pub(crate) fn turn(self: &Arc<Self>, called: Called) -> Turn {
         let mut dues = self.dues.lock();
         dues.clock = dues.clock.saturating_add(1);
@@ -114,8 +114,8 @@ impl LaunchOrder {
         Turn { order: self.clone(), when }
     }
 
-    /// The operations that may be launched now, one behind the other, up to the first that does not `belong` with the others: their
-    /// [numbers](Turn::number).
+    /// The [numbers](Turn::number) of the operations that may be launched now, in their order: from the first one up to, and without, the first
+    /// that has no agreed time or for which `belong` is false.
     pub(crate) fn due(&self, belong: impl Fn(u64) -> bool) -> Vec<u64> {
         let dues = self.dues.lock();
         let all = dues.all.iter().map(|(when, due)| (when.2, due.is_agreed && belong(when.2)));
@@ -124,7 +124,7 @@ impl LaunchOrder {
     }
 }
 
-/// An operation's place in the queue. It is given up with this: when the operation has been launched, or never will be.
+/// An operation's place in the queue. Dropping this gives the place up: when the operation has been launched, or never will be.
 pub(crate) struct Ticket {
     order: Arc<LaunchOrder>,
     number: u64,
@@ -145,7 +145,7 @@ impl Ticket {
         Some(self.order.turn(called))
     }
 
-    /// Another operation that is in the way of this one, or that this one is in the way of; and whether it is the first of the two.
+    /// Another operation of the queue, and whether it comes before this one: the first of the queue, or, if this one is the first, the second.
     pub(crate) fn other(&self) -> Option<(Operation, bool)> {
         let waiting = self.order.waiting.lock();
         let (number, first) = waiting.front()?;
@@ -172,14 +172,14 @@ impl Drop for Ticket {
     }
 }
 
-/// An operation's time. It is given up with this: when the operation has been launched, or never will be.
+/// An operation's time. Dropping this gives the time up: when the operation has been launched, or never will be.
 pub(crate) struct Turn {
     order: Arc<LaunchOrder>,
     when: When,
 }
 
 impl Turn {
-    /// What this rank has named, or all have agreed on.
+    /// The time that this rank has named, or that all ranks have agreed on.
     pub(crate) fn time(&self) -> u64 {
         self.when.0
     }
@@ -188,13 +188,15 @@ impl Turn {
         self.when.2
     }
 
-    /// All ranks concerned have named a time, of which this is the latest. Said again it changes nothing.
+    /// All ranks of the operation have named a time, and `time` is the latest of these. A second call does not change the operation's time.
     pub(crate) fn agree(&mut self, time: u64) {
         let mut dues = self.order.dues.lock();
-        let Some(due) = dues.all.remove(&self.when) else { return };
-        if !due.is_agreed {
-            self.when.0 = time;
+        // Called on each pass: whoever is next was woken by the first call.
+        if dues.all.get(&self.when).is_none_or(|due| due.is_agreed) {
+            return;
         }
+        let Some(due) = dues.all.remove(&self.when) else { return };
+        self.when.0 = time;
         dues.clock = dues.clock.max(time);
         dues.all.insert(self.when, Due { is_agreed: true, ..due });
         let next = dues.next();
@@ -208,14 +210,14 @@ impl Turn {
         !self.order.due(|number| number == self.number()).is_empty()
     }
 
-    /// What is to be launched before it.
+    /// The operation that is to be launched first, unless that is this one.
     pub(crate) fn before(&self) -> Option<Operation> {
         let dues = self.order.dues.lock();
         let (first, due) = dues.all.first_key_value()?;
         (*first != self.when).then(|| due.called.what.clone())
     }
 
-    /// The operation is about to be launched: its stream waits for what was launched before on another.
+    /// The operation is about to be launched: makes its stream wait for the operation launched before it, if that is on another stream.
     pub(crate) fn launches(&self, stream: &DeviceStream) -> Result<(), Error> {
         match &*self.order.last.lock() {
             Some((last, end)) if last != stream && !is_any_order() => stream.wait_event(end),
@@ -223,7 +225,7 @@ impl Turn {
         }
     }
 
-    /// It has been launched, and this is its end.
+    /// The operation has been launched on `stream`, where `end` marks its end.
     pub(crate) fn launched(self, stream: &DeviceStream, end: DeviceEvent) {
         let before = self.order.last.lock().replace((stream.clone(), end));
         drop(before);
@@ -289,7 +291,7 @@ mod tests {
         assert!(!third.is_due(), "it is not agreed on");
     }
 
-    /// Each of three devices has two operations, each with another device: whatever time each names, there is no circle.
+    /// Each of three devices has two operations, each shared with another device. Whatever times they name, they do not wait in a circle.
     #[test]
     fn devices_that_agree_in_pairs_launch_in_one_order() {
         for round in 0..6_usize {

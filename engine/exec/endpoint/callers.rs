@@ -8,18 +8,18 @@ pub(super) struct Callers {
     driving: AtomicU32,
     /// Waits and polls so far: a thread that has just waited is likely to wait again.
     waits: AtomicU32,
-    /// `waits` when the progress thread last asked.
+    /// The value of `waits` when the progress thread last asked.
     seen: AtomicU32,
 }
 
 impl Callers {
-    /// A thread waits for an operation, or polls one. Of two threads at once one may not count: all that matters is whether
-    /// there were any.
+    /// A thread waits for an operation, or polls one. If two threads do so at once, only one of them may be counted: all that
+    /// matters is whether there was any.
     pub(super) fn count_wait(&self) {
         self.waits.store(self.waits.load(Ordering::Relaxed).wrapping_add(1), Ordering::Relaxed);
     }
 
-    /// A thread begins to drive until it [leaves](Self::leave).
+    /// A thread begins to drive; it drives until it [leaves](Self::leave).
     pub(super) fn enter(&self) {
         self.driving.fetch_add(1, Ordering::AcqRel);
     }
@@ -28,7 +28,7 @@ impl Callers {
         self.driving.fetch_sub(1, Ordering::AcqRel);
     }
 
-    /// Whether any thread drives, or did since this was last asked.
+    /// Whether any thread drives now, or has waited or polled since this was last asked.
     pub(super) fn any_since_last_asked(&self) -> bool {
         let waits = self.waits.load(Ordering::Relaxed);
         self.driving.load(Ordering::Acquire) > 0 || self.seen.swap(waits, Ordering::Relaxed) != waits

@@ -1,4 +1,4 @@
-//! Operations that have finished, and whose users are still to hear of it.
+//! Operations that have finished, and whose users are still to be told.
 
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -9,14 +9,14 @@ use parking_lot::Mutex;
 
 use crate::mem::ErasedBufs;
 
-/// How many wakers a thread may be in, each woken by the one before. The progress thread begins with a new stack.
+/// How many wakers may be nested on one thread, each called from within the one before. For more, the progress thread takes over with its own stack.
 const DEPTH: u32 = 16;
 
 thread_local! {
     static WAKERS: Cell<u32> = const { Cell::new(0) };
 }
 
-/// One more waker that this thread is in, until it is dropped.
+/// Counts one more nested call on this thread, until this is dropped.
 struct Deeper;
 
 impl Deeper {
@@ -35,12 +35,12 @@ impl Drop for Deeper {
     }
 }
 
-/// What belongs to somebody else of an operation that has finished: whom to wake, and buffers that nobody will come for.
-/// Both is somebody else's code, which may come back to this very endpoint, or keep its thread for long. So it waits here until
-/// a thread that holds none of the engine's locks [runs](Completions::run) it.
+/// The wakers of operations that have finished, and buffers whose user has let go of them. To wake the one and to drop the other
+/// runs users' code, which may call this very endpoint, or keep its thread for long. So both wait here until a thread that holds
+/// none of the engine's locks [runs](Completions::run) them.
 pub(super) struct Completions {
     list: Mutex<Vec<(Option<Waker>, Option<ErasedBufs>)>>,
-    /// The list may not be empty. Changed under its lock.
+    /// `false`: the list is empty. Changed under the list's lock.
     any: AtomicBool,
 }
 
@@ -49,13 +49,13 @@ pub(super) struct Completions {
 pub(super) enum Ran {
     /// Nothing is left.
     All,
-    /// This thread is in too many wakers already: another has to do it.
+    /// This thread is in too many nested wakers already: another thread has to do what is left.
     TooDeep,
 }
 
 impl Default for Completions {
     fn default() -> Self {
-        // Room for what finishes in one pass: nothing is allocated later.
+        // Room for what finishes in one pass, so that nothing is allocated later.
         Completions { list: Mutex::new(Vec::with_capacity(16)), any: AtomicBool::new(false) }
     }
 }
@@ -69,7 +69,7 @@ impl Completions {
         }
     }
 
-    /// Wakes those on the list, and drops their buffers by `dispose`. The caller holds none of the engine's locks.
+    /// Wakes the wakers on the list, and gives the buffers to `dispose`, which drops them. The caller holds none of the engine's locks.
     pub(super) fn run(&self, dispose: impl Fn(ErasedBufs)) -> Ran {
         if !self.any.load(Ordering::Acquire) {
             return Ran::All;
@@ -83,7 +83,7 @@ impl Completions {
                 next
             };
             let Some((waker, held)) = next else { break };
-            // On a thread that others need: a panic in it (reported on stderr) ends here.
+            // Others need this thread: a panic of a user's code (which stderr reports) ends here.
             let _ = catch_unwind(AssertUnwindSafe(|| held.into_iter().for_each(&dispose)));
             if let Some(waker) = waker {
                 let _ = catch_unwind(AssertUnwindSafe(|| waker.wake()));
@@ -101,7 +101,7 @@ mod tests {
 
     use super::*;
 
-    /// Wakes the next of a chain: puts another of its kind on the list and runs the list, as a waker does that polls.
+    /// A waker that makes a chain: it puts itself on the list again and runs the list, as a waker does that polls.
     struct Chain {
         completions: Arc<Completions>,
         left: AtomicU32,

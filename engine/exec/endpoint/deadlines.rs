@@ -1,5 +1,5 @@
-//! What is looked at now and then while operations wait: whether one has taken longer than it may, whether one does not move
-//! and peers are to be asked why, and whether a peer that one waits for has left.
+//! What is looked at now and then while operations wait: whether an operation has taken longer than it may, whether it does not move
+//! and peers are to be asked why, and whether a peer that it waits for has left.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -11,13 +11,13 @@ use crate::error::{Error, Lost, Missing, MissingState, Operation};
 use crate::exec::p2p::{Direction, Overdue};
 use crate::types::Signature;
 
-/// An operation that has not moved for this long asks its peers whether they called the same.
+/// When a collective has taken this long, or a quarter of its time limit, this rank asks its peers whether they called the same.
 const STALL: Duration = Duration::from_millis(100);
-/// How often it asks again.
+/// How long after that it asks again.
 const STALL_AGAIN: Duration = Duration::from_millis(400);
 
 impl Run {
-    /// Ends the communicator if anything is overdue.
+    /// Looks at all that can be overdue, and ends the communicator if anything is. Also asks peers about what does not move.
     pub(super) fn check_deadlines(&mut self, of: &Arc<Endpoint>, now: Instant) {
         self.ask_about_breaks(of);
         let overdue = self.failed_before_its_turn(of);
@@ -32,8 +32,8 @@ impl Run {
         self.end_overdue_copy_backs(of, now);
     }
 
-    /// What has failed on the device of a rank whose collective waits for inputs, its own or of other processes. The collective is on no stream then, so
-    /// [`Endings`](super::ending::Endings) knows nothing of it, and the driver is asked on behalf of this.
+    /// What has failed on this rank's device while the collective waits for inputs, this rank's or those of other processes. Such a collective is not
+    /// yet in [`Endings`](super::ending::Endings), which would have the driver asked, so this function has the driver asked.
     fn failed_before_its_turn(&mut self, of: &Arc<Endpoint>) -> Option<Error> {
         let carrier = self.active.carrier()?.clone();
         if !carrier.lacks_inputs() && carrier.unready().is_empty() {
@@ -46,15 +46,15 @@ impl Run {
         on_stream.is_over().err()
     }
 
-    /// Whether the collective in work is overdue, or waits for a rank that has left. If it only does not move, peers are asked
-    /// what they have called.
+    /// The error if the collective in work is overdue, or waits for a rank that has left. If it has only taken a while, peers are
+    /// asked what they have called.
     fn overdue_collective(&mut self, of: &Endpoint, now: Instant) -> Option<Error> {
         if self.active.carrier().is_some_and(|carrier| carrier.lacks_inputs()) {
             self.active.count_from(now);
         }
         let (number, signature, timeout, started) = self.active.current()?;
-        // What a library takes whole meets behind what it has not ended on another rank: then that is the oldest. Any other
-        // collective that waits behind one that hangs on the device began later than that one, which is to be named.
+        // The ranks meet for a collective that a library takes whole only when what is on streams before it has ended: until then
+        // that is the oldest. Any other collective may wait behind one that hangs on the device, which began first and is to be named.
         let is_oldest = match self.active.carrier().is_some_and(|carrier| carrier.meets_last()) {
             true => self.endings.is_empty(),
             false => !self.endings.is_soon_overdue(&self.clock, now),
@@ -73,7 +73,7 @@ impl Run {
         self.active.stalled_at = Some(now);
         let mut waiting = self.waiting_for();
         if of.peers.first_left(&waiting).is_some() {
-            // It may have done all that was asked of it before.
+            // Before it left, that rank may have done all that it was waited for.
             self.reap();
             waiting = self.waiting_for();
         }
@@ -89,7 +89,7 @@ impl Run {
         None
     }
 
-    /// A message that is overdue, or whose peer has left.
+    /// The error for a message that is overdue, or whose peer has left, if there is one.
     fn overdue_message(&self, of: &Endpoint, now: Instant) -> Option<Error> {
         let overdue = of.peers.with_left(|has_left| self.messages.overdue(now, &self.clock, has_left));
         let (message, why) = overdue?;
@@ -129,7 +129,7 @@ impl Run {
     ) -> Error {
         let us = of.config.rank;
         let waiting = self.waiting_for();
-        // What keeps the operation from its end if all have called it.
+        // Named only if all ranks have called the operation.
         let held_up = self.active.carrier().and_then(|carrier| carrier.held_up());
         let unready = self.active.carrier().map(|carrier| carrier.unready()).unwrap_or_default();
         let mut missing = of.peers.missing(number, us, &waiting, now);
@@ -142,13 +142,13 @@ impl Run {
         Error::timeout(operation, us, after, missing)
     }
 
-    /// Ends operations whose results a device does not copy back within the operation's time.
+    /// Ends operations whose results the device has not copied back within their time limit.
     pub(super) fn end_overdue_copy_backs(&self, of: &Arc<Endpoint>, now: Instant) {
         for CopyBack { key, number, signature, timeout, carrier } in of.copy_backs.overdue(now, &self.clock) {
             let Some(is_starting) = of.copy_backs.give_up(key) else { continue };
             let error = of.config.not_come(number, signature, timeout);
             of.fail(error.clone());
-            // Copies may be under way, or be put on a stream any time, that nothing else waits for.
+            // A copy may be under way, or be put on a stream at any time, and nothing else waits for it: so the buffers are never dropped.
             if is_starting || carrier.is_settling() {
                 std::mem::forget(of.submitted.borrow(key));
             }

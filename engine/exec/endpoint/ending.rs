@@ -1,4 +1,4 @@
-//! Collectives that are on their stream, and not over on the device.
+//! Collectives that are on their stream, and that the device has not ended.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -11,35 +11,35 @@ use crate::exec::deadlines::{DeadlineClock, grace};
 use crate::exec::inflight::Key;
 use crate::types::Signature;
 
-/// The progress thread looks again after this long whether a device is done with the oldest: after the time that it has been the oldest for, divided by
-/// [`PART`], within these limits. So an end is noticed late by a thousandth of what it took at most, and by twenty microseconds of what was short.
+/// When the progress thread looks again whether a device is done with the oldest collective: after the time for which that has been the oldest,
+/// divided by [`PART`], within these limits. So an end is noticed late by 1/1024 of the collective's time at most, or by 20 us if that is more.
 const SOONEST: Duration = Duration::from_micros(20);
 const LATEST: Duration = Duration::from_micros(500);
 const PART: u32 = 1024;
-/// A device that takes longer than this for the oldest is asked now and then whether it has failed.
+/// If a device takes longer than this for the oldest collective, the driver is asked now and then whether the device has failed.
 const LONG: Duration = Duration::from_millis(5);
 
-/// Collectives that may be on the stream at a time.
+/// How many collectives may be on the stream at a time.
 const MOST: usize = 1024;
 
-/// Such a collective.
+/// A collective that is on its stream, and that the device has not ended.
 pub(super) struct Ending {
     pub(super) key: Key,
     pub(super) number: u64,
     pub(super) carrier: Arc<dyn Carrier>,
     signature: Signature,
     timeout: Duration,
-    /// Since when it is the oldest, as far as somebody has looked.
+    /// When it was first seen to be the oldest.
     oldest: Option<Instant>,
-    /// Since when it is the oldest with its inputs there.
+    /// When it was first seen to be the oldest with its inputs there.
     ready: Option<Instant>,
-    /// Since when it is the oldest, while the driver does not take it.
+    /// Since when it is the oldest and the driver has not taken its first work; `None`: the driver has.
     untaken: Option<Instant>,
     is_watched: bool,
 }
 
 impl Ending {
-    /// One of which all is on its stream now, when nobody has looked yet whether its inputs are there.
+    /// A collective all of which has just been put on its stream: nobody has looked yet whether its inputs are there.
     pub(super) fn new(
         key: Key,
         number: u64,
@@ -52,7 +52,7 @@ impl Ending {
     }
 }
 
-/// Those of a communicator, oldest first: they end in this order.
+/// All such collectives of a communicator, oldest first: they end in this order.
 #[derive(Default)]
 pub(super) struct Endings(VecDeque<Ending>);
 
@@ -61,19 +61,19 @@ impl Endings {
         self.0.is_empty()
     }
 
-    /// Whether so many are on the stream that the next is to wait: a device's queue has an end, at which a launch blocks.
+    /// Whether so many are on the stream that the next collective has to wait: when a device's queue is full, a launch blocks.
     pub(super) fn is_full(&self) -> bool {
         self.0.len() >= MOST
     }
 
-    /// Whether the oldest is overdue within the time by which two deadlines may be noticed in the other order than they passed: a
-    /// collective on its stream is only found to be ready when somebody looks.
+    /// Whether the oldest is overdue, or will be within [`grace`]: by so much its deadline may be noticed too late, as its inputs are only
+    /// seen to be there when somebody looks.
     pub(super) fn is_soon_overdue(&self, clock: &DeadlineClock, now: Instant) -> bool {
         let first = self.0.front().and_then(|first| Some((first.ready?, first.timeout)));
         first.is_some_and(|(ready, timeout)| clock.is_overdue(now + grace(timeout), ready, timeout))
     }
 
-    /// The next that is over.
+    /// Takes out the oldest, if it is over.
     pub(super) fn next(&mut self) -> Result<Option<Ending>, Error> {
         let over = self
             .0
@@ -90,7 +90,7 @@ impl Endings {
         std::mem::take(&mut self.0).into_iter()
     }
 
-    /// From here on this collective, all of which is on its stream, is the last of them.
+    /// Appends a collective, all of which is on its stream.
     pub(super) fn push(&mut self, ending: Ending) {
         self.0.push_back(ending);
     }
@@ -102,8 +102,8 @@ impl Endings {
         Some((now.saturating_duration_since(oldest) / PART).clamp(SOONEST, LATEST))
     }
 
-    /// If the oldest has taken long, and nobody watches it yet: has the driver asked now and then whether the device has failed, and
-    /// what `tell` makes called if so.
+    /// If the oldest has taken long, and is not watched yet: has the driver asked now and then whether the device has failed. The function
+    /// that `tell` makes is called when it has.
     pub(super) fn watch<T: FnOnce() + Send + 'static>(&mut self, now: Instant, tell: impl FnOnce() -> T) {
         let Some(first) = self.0.front_mut() else { return };
         let is_long = first.oldest.is_some_and(|oldest| now.saturating_duration_since(oldest) > LONG);
@@ -115,7 +115,7 @@ impl Endings {
         }
     }
 
-    /// Whether the device takes longer than the oldest collective may.
+    /// The error if the oldest collective has been on the device for longer than its time limit.
     pub(super) fn overdue(
         &mut self,
         clock: &DeadlineClock,

@@ -5,21 +5,21 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::error::Error;
 
-/// A communicator dies in two steps. First its cause is set, and counts for good: a second one changes nothing. Whoever set it
-/// tells the other ranks and the flight recorder. Then the communicator is marked dead, and every operation fails with
-/// the cause. So when a user sees the first failure, the other ranks have been told.
+/// A communicator dies in two steps. First its cause is set, and stays: a second cause changes nothing. The thread that has set
+/// the cause tells the other ranks and the flight recorder. Then it marks the communicator dead, and every operation fails
+/// with the cause. So when a user sees the first failure, the other ranks have been told.
 #[derive(Default)]
 pub(crate) struct Health {
     cause: OnceLock<Error>,
     is_dead: AtomicBool,
-    /// Its runs and links were taken out ([`super::reuse`]): it has ended, in peace or not.
+    /// The communicator has ended, in peace or not: its runs and links were taken out ([`super::reuse`]).
     has_ended: AtomicBool,
     /// The user knows the cause.
     is_told: AtomicBool,
 }
 
 impl Health {
-    /// The first step. The cause as it counts from now on, for the thread that set it; none where another was first.
+    /// The first step. Returns the cause to the thread that has set it; `None` if another thread was first.
     pub(super) fn begin_to_die(&self, cause: Error) -> Option<&Error> {
         self.cause.set(cause).ok()?;
         self.cause.get()
@@ -34,23 +34,23 @@ impl Health {
         self.is_dead.load(Ordering::Acquire)
     }
 
-    /// What ended it, once it is dead.
+    /// The cause, once the communicator is dead.
     pub(crate) fn cause(&self) -> Option<&Error> {
         if self.is_dead() { self.cause.get() } else { None }
     }
 
-    /// What ends it, also between the two steps, while those who wait are still to be woken.
+    /// The cause, also between the two steps, when those who wait have not been woken yet.
     pub(crate) fn first_cause(&self) -> Option<&Error> {
         self.cause.get()
     }
 
-    /// For what a communicator that has ended fails its operations.
+    /// The error with which a communicator that has ended fails its operations.
     pub(super) fn failed_of(&self) -> Error {
         self.cause().cloned().unwrap_or(Error::Closed { call: "operation".into() })
     }
 
-    /// The first cause, after the second step: waits for the thread that is between the two. That thread neither blocks nor does I/O
-    /// there (`Control::dies`).
+    /// The first cause, after the second step: if a thread is between the two steps, waits for that thread, which does not block
+    /// there (`Control::abort`, `Control::dies`).
     pub(super) fn cause_when_dead(&self) -> Option<&Error> {
         let cause = self.cause.get()?;
         while !self.is_dead() {
@@ -59,7 +59,7 @@ impl Health {
         Some(cause)
     }
 
-    /// The user is told the cause. Whether that was so before.
+    /// The user is told the cause. Returns whether the user was told before.
     pub(super) fn tell(&self) -> bool {
         self.is_told.swap(true, Ordering::AcqRel)
     }

@@ -1,4 +1,4 @@
-//! What the other ranks have told of themselves beside the data: what they called last, that they close, that they left.
+//! What the other ranks have told over the control connections: what they called last, that they close, that they left.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -13,22 +13,22 @@ use crate::types::{Rank, Signature};
 /// An answer older than this does not count as a sign of life.
 const ANSWER: Duration = Duration::from_millis(1200);
 
-/// A pass of another communicator of the rank is over sooner.
+/// How long to wait for the rank's memory lock: a pass of another communicator, which may hold it, is over sooner.
 const LOCK: Duration = Duration::from_millis(100);
 
-/// How many messages that a rank waits for are remembered.
+/// How many of the messages that one rank waits for are remembered.
 const TOLD: usize = 8;
 
-/// What one rank has told.
+/// What one other rank has told.
 #[derive(Clone, Default)]
 struct Peer {
-    /// Its answer to the last question after an operation that does not move.
+    /// Its answer to the last question about an operation that does not move.
     answer: Option<Answer>,
     /// It has left the world in peace.
     has_left: bool,
-    /// It closes the communicator, after so many collectives.
+    /// It closes the communicator, on which it has called so many collectives.
     closes_after: Option<u64>,
-    /// The last messages that it said to wait for, from this rank: their numbers, and what they are to be.
+    /// The last messages for which it said that it waits, to come from this rank: their numbers, and what they are to be.
     awaits: VecDeque<(u64, Signature)>,
 }
 
@@ -43,7 +43,7 @@ struct Answer {
     at: Instant,
 }
 
-/// What all ranks have told, by rank. The lock is taken last of all, and for a moment.
+/// What all ranks have told, by rank. The lock is taken after all others of the endpoint, and held for a moment.
 pub(crate) struct Peers(Mutex<Vec<Peer>>);
 
 impl Peers {
@@ -73,7 +73,7 @@ impl Peers {
         self.change(peer, |peer| peer.has_left = true);
     }
 
-    /// A peer closes the communicator, after so many collectives.
+    /// A peer closes the communicator, on which it has called so many collectives.
     pub(crate) fn closes(&self, peer: Rank, calls: u64) {
         self.change(peer, |peer| peer.closes_after = Some(calls));
     }
@@ -88,7 +88,7 @@ impl Peers {
         });
     }
 
-    /// The messages that a rank has said to wait for.
+    /// The messages from this rank for which a peer has said that it waits.
     pub(super) fn awaited_by(&self, peer: Rank) -> Vec<(u64, Signature)> {
         self.0.lock().get(peer).map(|peer| peer.awaits.iter().copied().collect()).unwrap_or_default()
     }
@@ -99,13 +99,13 @@ impl Peers {
         ranks.iter().copied().find(|rank| peers[*rank].has_left)
     }
 
-    /// What follows from which have left. The lock is held meanwhile.
+    /// Calls `then` with a function that says whether a rank has left, and returns the result. The lock is held meanwhile.
     pub(super) fn with_left<R>(&self, then: impl FnOnce(&dyn Fn(Rank) -> bool) -> R) -> R {
         let peers = self.0.lock();
         then(&|rank| peers[rank].has_left)
     }
 
-    /// By rank, which have left.
+    /// For each rank, whether it has left.
     #[cfg(test)]
     pub(crate) fn all_left(&self) -> Vec<bool> {
         self.0.lock().iter().map(|peer| peer.has_left).collect()
@@ -118,15 +118,15 @@ impl Peers {
         peers.iter().enumerate().all(closes)
     }
 
-    /// A rank that closes after another number of collectives than this, and its number.
+    /// A rank that closes after another number of collectives than `calls`, and that number.
     pub(super) fn closes_after_other(&self, calls: u64) -> Option<(Rank, u64)> {
         let peers = self.0.lock();
         let other = |(rank, peer): (Rank, &Peer)| Some((rank, peer.closes_after.filter(|n| *n != calls)?));
         peers.iter().enumerate().find_map(other)
     }
 
-    /// Who is missing in an operation that rank `us` has given up: all that did not say lately that they wait in it too.
-    /// Where all others wait, those of whom it needs something more (`waiting`).
+    /// Who is missing in an operation that rank `us` has given up: all ranks that did not say lately that they wait in it, too.
+    /// If all others wait in it, those of them that rank `us` still waits for (`waiting`).
     pub(super) fn missing(&self, number: u64, us: Rank, waiting: &[Rank], now: Instant) -> Vec<Missing> {
         let peers = self.0.lock();
         let state = |peer: &Peer| match &peer.answer {
@@ -157,9 +157,9 @@ impl Endpoint {
         self.config.runtime.kick();
     }
 
-    /// A peer waits in operation `number`: answers with our last call, or fails on a disagreement.
+    /// A peer waits in collective `number`. Returns the number of this rank's last call; ends the communicator if the two ranks called different things.
     pub(crate) fn asked(self: &Arc<Self>, peer: Rank, number: u64, theirs: Signature) -> Option<u64> {
-        // Under one lock: a call in between would neither see the question nor be seen by it.
+        // Under one lock: a call made in between would neither see the question nor be counted in the answer.
         let (ours, calls) = {
             let mut table = self.submitted.lock();
             (table.asked(peer, number, theirs), table.calls)
@@ -170,17 +170,17 @@ impl Endpoint {
         calls.checked_sub(1)
     }
 
-    /// What no rank noticed while it ran: a frame that nobody here asked for, a rank that called more or less, or messages that
-    /// nobody received.
+    /// For `close`, an error for what no operation has noticed: a frame that nobody here asked for, a rank that made more or fewer
+    /// calls, or messages that nobody received.
     pub(crate) fn leftover(&self) -> Option<Error> {
         let (found, left) = {
             let mut run = self.run.lock();
             if self.health.first_cause().is_some() {
-                // It dies of something else, and nothing of the others' may be read any more.
+                // The communicator dies of something else, and nothing of the other ranks' may be read any more.
                 return None;
             }
             let found = run.port.leftover().or_else(|| run.device.as_mut()?.port().leftover());
-            // Peers of this process take back what they lent under this lock only. Whoever closes may hold it already, in a waker.
+            // Peers in this process take back what they lent only while they have this lock. The closing thread may hold it itself, in user code.
             let memory_lock = self.config.memory_lock.try_lock_for(LOCK);
             (found, memory_lock.and_then(|_lock| run.messages.leftover()))
         };

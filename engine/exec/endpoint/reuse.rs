@@ -1,4 +1,4 @@
-//! The end of an endpoint, and what may begin again: its runs and links serve the communicator's next generation.
+//! The end of an endpoint, after which its runs and links may serve the communicator's next generation.
 
 use std::sync::Arc;
 
@@ -12,25 +12,25 @@ use crate::link::Opener;
 /// What an endpoint leaves behind when it has ended: its runs, and the links to its peers.
 pub(crate) struct IdleRuns {
     run: Box<Run>,
-    /// Dropped behind the runs.
+    /// Dropped after the runs.
     commands: LastOf,
-    /// It ended in peace: nothing was failed.
+    /// Whether the links may be used again: the communicator has not failed, and was not bound to devices.
     pub(crate) healthy: bool,
     pub(crate) generation: u32,
-    /// Collectives called.
+    /// How many collectives this rank called.
     pub(crate) calls: u64,
-    /// Sends called here, less receives called here, each weighed by its (sender, receiver, tag): over all members they
-    /// add up to 0 where every message was received.
+    /// The number of sends that this rank called minus that of receives, each weighted by its (sender, receiver, tag):
+    /// over all members this adds up to 0 if every message was received.
     pub(crate) balance: u64,
 }
 
 impl Endpoint {
-    /// Takes the runs out, once nothing is left to do: finished and flushed, or failed and drained. `None`: not yet,
-    /// or somebody is at work on it. What has finished can still be taken from the table; nothing else happens here.
+    /// Takes the runs out, once nothing is left to do: all has finished and been sent, or has failed and lent slots have
+    /// come back (or [`HANG_UP`] has passed). `None`: not yet, or another thread drives. The table keeps the outcomes.
     pub(crate) fn take_runs(&self) -> Option<IdleRuns> {
         let mut run = self.run.try_lock()?;
         let in_peace = self.health.first_cause().is_none();
-        // Devices are bound for good: the rings of such a communicator are not used again.
+        // A communicator stays bound to its devices, so its rings are not used again.
         let healthy = in_peace && self.bound.get().is_none();
         let idle = match run.teardown {
             Teardown::NotBegun | Teardown::Revoked(_) => {
@@ -40,7 +40,7 @@ impl Endpoint {
                     && run.port.is_flushed()
                     && run.messages.is_flushed()
             }
-            // Peers that live hang up soon, and give slots back by it.
+            // Peers that live hang up soon, and so give slots back.
             Teardown::Failed(at) => run.reclaim() || self.config.now() - at > HANG_UP,
         };
         let table = self.submitted.lock();
@@ -52,13 +52,13 @@ impl Endpoint {
         let generation = self.config.generation;
         self.health.end();
         let mut run = Box::new(std::mem::replace(&mut *run, Run::without_peers(&self.config)));
-        // Who takes the links up again begins with runs of its own.
+        // This frees the runs' working memory: whoever takes the links up again begins with new runs.
         run.active = Active::new(self.config.comm, self.config.streams_from);
         let commands = LastOf(self.commands.clone());
         Some(IdleRuns { run, commands, healthy, generation, calls, balance })
     }
 
-    /// An endpoint that goes on with these runs, as the generation that `config` says.
+    /// An endpoint that goes on with the links of these runs, as the generation that `config` says.
     pub(crate) fn reuse(config: EndpointConfig, idle: IdleRuns) -> Arc<Endpoint> {
         let Run { mut port, mut messages, .. } = *idle.run;
         port.renew();
@@ -69,12 +69,12 @@ impl Endpoint {
 }
 
 impl IdleRuns {
-    /// What opens their links.
+    /// What opens the links of these runs.
     pub(crate) fn opener(&self) -> Arc<dyn Opener> {
         self.run.port.opener()
     }
 
-    /// They read no more: from here on this rank touches no ring of its peers.
+    /// Stops reading: from here on this rank touches no ring of its peers.
     pub(crate) fn stop_reading(&mut self) {
         self.run.ports().for_each(Port::stop_reading);
         self.run.messages.port().stop_reading();
@@ -90,7 +90,7 @@ impl IdleRuns {
         self.commands.0.hand_over();
     }
 
-    /// Every peer has stopped reading: what was lent is free.
+    /// Takes all that was lent back, as every peer has stopped reading.
     pub(crate) fn take_all_back(&mut self) {
         self.run.ports().for_each(Port::take_all_back);
         self.run.messages.port().take_all_back();
@@ -98,12 +98,12 @@ impl IdleRuns {
 }
 
 impl Run {
-    /// One for an endpoint that has ended.
+    /// A run without peers, which an endpoint that has ended keeps.
     fn without_peers(config: &EndpointConfig) -> Run {
         let port = |channel| Port::new((0, 0), channel, config.region.clone(), config.opener.clone());
         let messages = Messages::new(config.comm, 0, config.generation, 0, port(1));
         let mut run = Run::new(config, port(0), messages);
-        // What an ended endpoint keeps is nobody's: it is not added to what the rank keeps.
+        // An ended endpoint keeps no working memory, so it need not be added to that of the rank.
         run.active = Active::new(config.comm, config.streams_from);
         run
     }

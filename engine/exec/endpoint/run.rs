@@ -12,14 +12,14 @@ use crate::exec::p2p::Messages;
 use crate::exec::port::Port;
 use crate::types::Rank;
 
-/// How far the end of a dead communicator has come, and since when.
+/// How far a dead communicator has been taken down, and since when.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Teardown {
-    /// It lives, or peers in this process may still touch what they were lent.
+    /// The communicator lives, or peers in this process may still touch what they were lent.
     NotBegun,
     /// Peers were told that nothing of theirs is read any more, and lent memory was taken back from this process's ranks.
     Revoked(Instant),
-    /// All operations that had begun, or were queued, were failed.
+    /// All operations that had begun or were queued have been failed.
     Failed(Instant),
 }
 
@@ -27,15 +27,15 @@ pub(super) enum Teardown {
 pub(super) struct Run {
     pub(super) active: Active,
     pub(super) port: Port,
-    /// What runs parts beside the host, over links of its own, once the communicator is bound.
+    /// Once the communicator is bound to devices: what runs parts in their memory, over links of its own.
     pub(super) device: Option<Box<dyn Lane>>,
-    /// Collectives that are on a stream, and not over.
+    /// Collectives that are on a stream, and have not ended there.
     pub(super) endings: Endings,
     pub(super) messages: Messages,
     pub(super) clock: DeadlineClock,
-    /// Passes in vain.
+    /// How many passes have moved nothing, modulo 2^32.
     pub(super) blocked: u32,
-    /// Something could not be done. What it was part of goes no further.
+    /// A pass has failed. No more passes are made: its work may be half done until the communicator is marked dead.
     pub(super) failed: bool,
     pub(super) teardown: Teardown,
 }
@@ -60,7 +60,7 @@ impl Run {
         self.active.is_empty() && !self.endings.is_full()
     }
 
-    /// The links of collectives.
+    /// The links of collectives: those of the host, and those of the lane.
     pub(super) fn ports(&mut self) -> impl Iterator<Item = &mut Port> {
         std::iter::once(&mut self.port).chain(self.device.as_mut().map(|device| device.port()))
     }
@@ -85,7 +85,7 @@ impl Run {
         self.endings.push(Ending::new(key, number, signature, timeout, carrier));
     }
 
-    /// Forgets the collective in work: done, or failed.
+    /// Forgets the collective in work, which is done or has failed. Returns its key and number.
     pub(super) fn take_active(&mut self) -> Option<(Key, u64)> {
         if let Some(device) = &mut self.device {
             device.clear();
@@ -93,16 +93,16 @@ impl Run {
         self.active.take()
     }
 
-    /// Looks at what peers have given back.
+    /// Takes back what peers have released, of what collectives lent.
     pub(super) fn reap(&mut self) {
-        // What is wrong with a link is told by the next pass.
+        // If a link has failed, the next pass returns that error.
         let _ = self.port.reap(|lent| self.active.freed(&lent));
         if let Some(device) = &mut self.device {
             let _ = device.reap();
         }
     }
 
-    /// Takes slots back that were lent. Whether none is lent any more.
+    /// Takes back slots that were lent. Returns whether none is lent any more.
     pub(super) fn reclaim(&mut self) -> bool {
         self.ports().fold(true, |back, port| port.reclaim() & back) & self.messages.reclaim()
     }

@@ -1,4 +1,4 @@
-//! How an operation comes in.
+//! How an operation is submitted: it gets into the table, and begins at once or is queued.
 
 use std::sync::Arc;
 
@@ -18,7 +18,7 @@ use crate::mem::{ErasedBufs, Event};
 use crate::types::mix;
 
 impl Endpoint {
-    /// Takes ownership of the buffers and starts the operation, or queues it; on a refusal the buffers come back.
+    /// Takes ownership of the buffers, and starts the operation or queues it. A refusal gives the buffers back.
     pub(crate) fn submit_collective(
         self: &Arc<Self>,
         mut carried: Carried,
@@ -38,7 +38,8 @@ impl Endpoint {
             self.submit_carried(&mut table, key, operation, carrier);
         }
         let now = self.config.now();
-        // Where nothing is before it, it need not queue. Nobody is waited for: the order of locks is the other.
+        // A collective with none queued before it can begin at once. The lock of `Run` is only tried: in the order of locks it comes
+        // before the table's, which this thread holds.
         let mut started = None;
         if after.is_none() && table.collectives.is_empty() {
             started = self.run.try_lock().filter(|run| run.may_begin());
@@ -86,12 +87,12 @@ impl Endpoint {
         Ok(key)
     }
 
-    /// The table, for a call to be put in.
+    /// Locks the table, so that a call can be put in.
     ///
     /// # Errors
-    /// The communicator is dead or closed, or has as much to do as it may.
+    /// The communicator is dead or closed, its queue is full, or this process is a forked child.
     fn admit(&self, call: &str) -> Result<EngineGuard<'_, Table>, Error> {
-        // Before any lock: another thread, which is not there, may have held it at the fork.
+        // Before any lock is taken: a thread of the parent may have held it at the fork, and does not exist here to release it.
         if forked::is_forked() {
             return Err(forked::refusal());
         }
@@ -109,7 +110,7 @@ impl Endpoint {
         Ok(table)
     }
 
-    /// On this thread first: what can complete without a switch does.
+    /// Drives once on this thread, so that what can complete at once needs no other thread. If work is left, the progress thread gets it.
     fn drive_first(self: &Arc<Self>, started: Option<EngineGuard<'_, Run>>) {
         let progress = match started {
             Some(run) => self.drive_with(run, true),
@@ -120,7 +121,8 @@ impl Endpoint {
         }
     }
 
-    /// The table's next operation is not the host's alone: notes what else is to be done for it.
+    /// For an operation that the host does not carry out alone: tells its carrier that the operation is submitted, and notes whether a stream
+    /// can be made to wait for the operation, and whether its results are copied back.
     #[cold]
     fn submit_carried(&self, table: &mut Table, key: Key, operation: &Operation, carrier: &Arc<dyn Carrier>) {
         let Operation { number, signature, timeout, .. } = *operation;
@@ -138,15 +140,15 @@ impl Endpoint {
 }
 
 impl Run {
-    /// Takes in what is queued and may begin. Whether anything moved.
+    /// Begins the queued messages whose input is ready, and the next collective if it may begin. Returns whether any message began.
     pub(super) fn take_in(&mut self, of: &Endpoint) -> Result<bool, Error> {
         let waker = of.config.runtime.waker();
         let (mut any, mut i, mut table) = (false, 0, of.submitted.lock());
-        // Messages whose input is ready are handed to their machine; the rest keep their place.
+        // A message whose input is ready is handed to `Messages`; the others keep their places in the queue.
         while i < table.messages.len() {
             let after = table.messages[i].2.as_ref();
             if after.is_none_or(|event| !event.subscribe(waker)) {
-                // Should its stream have failed, it stays where it is, to be failed with all the others.
+                // If the stream that the message follows has failed, the message stays queued: it fails with all other operations.
                 let (_, message, after) = &table.messages[i];
                 ready(after, message.direction.name())?;
                 let Some((key, message, _)) = table.messages.remove(i) else { break };
@@ -178,7 +180,11 @@ impl Run {
 
 fn ready(after: &Option<Event>, call: &str) -> Result<(), Error> {
     let Some(failed) = after.as_ref().filter(|event| event.is_failed()) else { return Ok(()) };
-    let panicked =
-        || Error::invalid(call, "the stream that it was to follow has failed: a job on it panicked");
+    let panicked = || {
+        Error::invalid(
+            call,
+            "the stream that this call was to follow has failed: a job on that stream panicked",
+        )
+    };
     Err(failed.cause().unwrap_or_else(panicked))
 }

@@ -16,16 +16,16 @@ use crate::link::locks::{EngineGuard, EngineLock};
 use crate::mem::{ErasedBufs, Event};
 use crate::types::{Map, Rank, Signature, mix};
 
-/// Signatures remembered, so that a peer's late question can be answered.
+/// How many signatures are remembered, so that a peer that asks late about a collective gets an answer.
 const HISTORY: usize = 256;
 
-/// An operation that has not begun, and what it is to follow.
+/// An operation that has not begun, and the event that it waits for, if any.
 pub(super) type Queued<R> = (Key, R, Option<Event>);
 
-/// The table, under its lock, which is taken after that of [`Run`](super::Run) if both are.
+/// The table and its lock. A thread that takes both this lock and that of [`Run`](super::Run) takes this one second.
 pub(crate) struct Submitted {
     table: EngineLock<Table>,
-    /// The table may hold operations that have not begun. Changed under its lock.
+    /// Whether the table holds operations that have not begun. Written only under the table's lock.
     any_queued: AtomicBool,
 }
 
@@ -38,7 +38,8 @@ impl Submitted {
         self.table.lock()
     }
 
-    /// Who queues something looks after it, or leaves it to the progress thread: neither misses it here.
+    /// Whether anything is queued. A relaxed load is enough: the thread that queues an operation then drives the endpoint itself, and if
+    /// work is left it enlists the endpoint with the progress thread, to which this makes the store visible.
     pub(super) fn any_queued(&self) -> bool {
         self.any_queued.load(Ordering::Relaxed)
     }
@@ -48,7 +49,7 @@ impl Submitted {
         self.any_queued.store(table.has_queued(), Ordering::Relaxed);
     }
 
-    /// What carries an operation out that a stream can be made to wait for; none where it has ended.
+    /// The carrier of an operation that a stream can be made to wait for. `None` for other operations, and once the operation has ended.
     pub(crate) fn carrier(&self, key: Key) -> Option<Arc<dyn Carrier>> {
         self.lock().joinable.get(&key.number()).cloned()
     }
@@ -71,7 +72,7 @@ impl Submitted {
             Look::Finished(finished) => Some(finished),
             Look::Watched => None,
             Look::Unwatched => {
-                // Cloned, and what it replaces dropped, outside the lock: both is somebody else's code.
+                // The waker is cloned, and the one that it replaces is dropped, outside the lock: both run somebody else's code.
                 let waker = waker.clone();
                 let (finished, spare) = self.lock().inflight.watch(key, waker);
                 drop(spare);
@@ -80,7 +81,7 @@ impl Submitted {
         }
     }
 
-    /// The user let go of the operation.
+    /// The user has dropped the operation's `Work`. Its buffers are dropped now if it has finished, else when it finishes.
     pub(crate) fn detach(&self, key: Key) {
         if forked::is_forked() {
             return;
@@ -89,7 +90,7 @@ impl Submitted {
         drop((held, waker));
     }
 
-    /// No more submissions. Returns how many collectives were called.
+    /// Refuses submissions from now on. Returns how many collectives were called.
     pub(crate) fn close(&self) -> u64 {
         let mut table = self.lock();
         table.closed = true;
@@ -101,7 +102,7 @@ impl Submitted {
         self.lock().last_calls()
     }
 
-    /// Of the messages that a peer waits to receive from this rank, those of which this rank has not called a send.
+    /// Of the messages that a peer waits to receive from this rank (`awaited`), those for which this rank has not called the send.
     pub(super) fn not_sent(&self, peer: Rank, awaited: Vec<(u64, Signature)>) -> Vec<Signature> {
         let table = self.lock();
         let is_sent = |number: u64, tag| number < table.messages_called(peer, Direction::Send, tag);
@@ -113,7 +114,7 @@ pub(super) struct Table {
     pub(super) inflight: Inflight<ErasedBufs, Box<Error>>,
     pub(super) collectives: VecDeque<Queued<Carried>>,
     pub(super) messages: VecDeque<Queued<Message>>,
-    /// Collectives called so far, and the number of the next.
+    /// How many collectives were called so far. This is also the number of the next one.
     pub(super) calls: u64,
     /// Next message number by (peer, direction, tag).
     numbers: Map<(Rank, Direction, u32), u64>,
@@ -122,7 +123,7 @@ pub(super) struct Table {
     /// What peers asked about operations that we have not called yet.
     pub(super) asked: Asked,
     pub(super) closed: bool,
-    /// What carries those out that a stream can be made to wait for.
+    /// The carriers of the operations that a stream can be made to wait for, by the numbers of their keys.
     pub(super) joinable: Map<u64, Arc<dyn Carrier>>,
 }
 
@@ -145,8 +146,8 @@ impl Table {
         !self.messages.is_empty() || !self.collectives.is_empty()
     }
 
-    /// The number of a collective that is called now. Also gives a peer that asked about this number and had called something
-    /// else.
+    /// Gives the next number to a collective that is called now. Also returns a peer that has asked about this number before and had called
+    /// something else, with the signature of that.
     pub(super) fn number_collective(&mut self, signature: Signature) -> (u64, Option<(Rank, Signature)>) {
         let number = self.calls;
         self.calls += 1;
@@ -157,18 +158,18 @@ impl Table {
         (number, self.asked.answer(number, signature))
     }
 
-    /// The number of a message that is called now.
+    /// Gives the next number of its kind to a message that is called now.
     pub(super) fn number_message(&mut self, peer: Rank, direction: Direction, tag: u32) -> u64 {
         let next = self.numbers.entry((peer, direction, tag)).or_insert(0);
         std::mem::replace(next, *next + 1)
     }
 
-    /// How many messages of this kind were called.
+    /// How many messages in this direction, with this peer and tag, were called.
     pub(super) fn messages_called(&self, peer: Rank, direction: Direction, tag: u32) -> u64 {
         self.numbers.get(&(peer, direction, tag)).copied().unwrap_or(0)
     }
 
-    /// What was called as this operation, if that is remembered.
+    /// What this rank called as its collective with this number, if that is still remembered.
     pub(super) fn called(&self, number: u64) -> Option<Signature> {
         let first = self.calls - self.history.len() as u64;
         self.history.get(number.checked_sub(first)? as usize).copied()
@@ -181,8 +182,8 @@ impl Table {
         all.skip(self.history.len().saturating_sub(COMPARED)).collect()
     }
 
-    /// A peer waits in this operation, which it called so. Gives what this rank called, if that is something else; a call that
-    /// is still to come is compared then.
+    /// A peer waits in the collective with this number, and says what it called (`theirs`). Returns what this rank called if that differs. If
+    /// this rank has not made the call yet, the two are compared when it does.
     pub(super) fn asked(&mut self, peer: Rank, number: u64, theirs: Signature) -> Option<Signature> {
         let ours = self.called(number);
         if ours.is_none() && number >= self.calls {
@@ -191,8 +192,8 @@ impl Table {
         ours.filter(|ours| *ours != theirs)
     }
 
-    /// The messages that rank `us` sent, less those that it received, each weighed by its sender, receiver and tag: over all
-    /// members this adds up to 0 where every message was received.
+    /// The number of messages that rank `us` sent minus the number that it received, each message weighted by its sender, receiver and tag.
+    /// Over all members this adds up to 0 if every message was received.
     pub(super) fn balance(&self, us: Rank) -> u64 {
         let each = |(&(peer, direction, tag), &n): (&(Rank, Direction, u32), &u64)| match direction {
             Direction::Send => weight(us, peer, tag).wrapping_mul(n),
@@ -202,7 +203,7 @@ impl Table {
     }
 }
 
-/// A number for (sender, receiver, tag), odd and as good as random: different ones do not cancel out.
+/// A weight for (sender, receiver, tag), odd and as good as random, so that messages of different kinds do not cancel each other out.
 fn weight(from: Rank, to: Rank, tag: u32) -> u64 {
     mix(mix((from as u64) << 32 ^ to as u64, tag.into()), 0) | 1
 }

@@ -222,20 +222,28 @@ impl Run {
         if let Some((key, number)) = self.active.id() {
             of.recorder.finished(number, State::Failed);
             let fate = Fate::of(self.port.leases(number), written.clone()).or_never(settling);
-            failed.push((key, fate.or_touched(touched, until)));
+            let fate = fate.or_touched(touched, until);
+            if let Fate::Back = fate {
+                self.active.make_values_valid();
+            }
+            failed.push((key, fate));
         }
         self.clear(of, written);
         let mut messages = Vec::new();
         self.messages.take_all(|key, message, is_launched| {
             let settling = message.staged.as_ref().is_some_and(|staged| staged.is_settling());
             let settling = settling | (is_launched && on_devices);
-            let end = message.peer + usize::from(message.direction == Direction::Recv);
-            messages.push((key, settling, message.peer..end));
+            messages.push((key, settling, message.clone()));
         });
-        for (key, settling, received) in messages {
+        for (key, settling, message) in messages {
             let port = self.messages.port();
-            let fate = Fate::of(port.leases(key.number()), port.written_until(received));
-            failed.push((key, fate.or_never(settling)));
+            let end = message.peer + usize::from(message.direction == Direction::Recv);
+            let fate = Fate::of(port.leases(key.number()), port.written_until(message.peer..end));
+            let fate = fate.or_never(settling);
+            if let Fate::Back = fate {
+                message.wrong_value();
+            }
+            failed.push((key, fate));
         }
         failed
     }

@@ -1,7 +1,7 @@
 //! One thread that waits for operations of several ranks of its process: it drives all of them, in turn.
 //!
-//! Waiting for one after another would be wrong twice: the first needs what the others have still to send, and the
-//! progress thread keeps out of the way of a thread that waits.
+//! It must not wait for one operation after another: the first needs what the other ranks have yet to send, and the progress thread
+//! does not drive a rank that a thread of the user's drives.
 
 use std::sync::Arc;
 use std::task::Waker;
@@ -13,11 +13,11 @@ use super::super::progress_thread::parker;
 use super::progress::{LOOK, SPIN};
 use super::{Endpoint, Finished, orphaned};
 
-/// One of the operations.
+/// One of the operations that the thread waits for.
 pub(crate) trait Together {
-    /// Where it runs, until it is finished.
+    /// The endpoint on which it runs, and its key; `None` once it is finished.
     fn at(&self) -> Option<(&Arc<Endpoint>, Key)>;
-    /// It is finished: from here on it is nowhere.
+    /// Takes in the outcome of the operation. From here on [`at`](Self::at) returns `None`.
     fn finished(&mut self, outcome: Finished);
 }
 
@@ -94,8 +94,8 @@ pub(crate) fn wait_together<P: Together>(parts: &mut [P]) {
     }
 }
 
-/// Whether all are finished; drives them for a bounded time if they are not. With `again` the caller will poll once more
-/// at once; otherwise the progress thread takes over.
+/// Drives the operations for a bounded time, and returns whether all are finished. If not, `again` has the waker woken at once, so that
+/// the caller polls once more; otherwise the progress thread takes over.
 pub(crate) fn poll_together<P: Together>(
     parts: &mut [P],
     waker: &Waker,

@@ -1,4 +1,4 @@
-//! What becomes of a slice on the host: where its result goes, and the one call of the kernels that brings it there.
+//! How the host combines a slice: it chooses where the result goes, and calls the kernels that compute it there.
 
 use allstream_kernels as kernels;
 
@@ -11,13 +11,13 @@ use crate::exec::port::{Payload, Port};
 use crate::types::Kind;
 
 impl Host {
-    /// Where the accumulator of a slice's step holds element `at` of the chunk: it stands for one slice, and `m` elements end
-    /// within it.
+    /// Where the accumulator of a slice's step holds element `at` of the chunk. The accumulator has room for one slice, and the slice's `m`
+    /// elements end within that.
     pub(super) fn accumulator(&mut self, slice: &Slice<'_>, at: usize) -> *mut u8 {
         self.memory.accumulator(slice.i)[slice.before(at) * slice.state.unit..].as_mut_ptr()
     }
 
-    /// Combines a slice into `dst`, a slot on its way out, both, or the accumulator.
+    /// Combines a slice into `dst`, a staging slot that is sent, both of these, `inline` (then it is sent in a cell), or the accumulator.
     pub(super) fn combine_slice(&mut self, slice: &Slice<'_>, port: &mut Port) -> Result<Combined, Error> {
         if slice.must_wait() {
             return self.accumulate(slice);
@@ -41,8 +41,8 @@ impl Host {
                 used += 1;
                 payload = Some(Payload::Slot(slot, at));
             } else if slice.dst.is_none() {
-                // The link copies payloads that fit a ring's cell, so the result passes through here. Where no slot is free, only
-                // what fits goes.
+                // The link copies a payload that fits into a ring's cell, so the result is sent from `inline`. If no slot is free,
+                // only as much is combined as fits into a cell.
                 if !is_inline {
                     m = Port::INLINE / unit;
                 }
@@ -55,21 +55,22 @@ impl Host {
         if !slice.is_ready {
             payload = None;
         }
-        // Only copies whose destination nobody reads soon bypass the caches, peers included. Folds gained nothing when that was
-        // measured: they wait for what they read.
+        // Only copies bypass the caches, and only if nobody, peers included, reads the destination soon. Folds gained nothing by that when
+        // it was measured: their time goes into waiting for what they read.
         let is_final = slice.dst.is_some() && slice.c.program().nodes[slice.i].is_final;
         let stays = slice.step.send.is_empty() || in_slot || slice.is_input;
         let bypasses = self.is_bypassing && slice.is_copy() && is_final && stays;
-        // Copied before its receiver is ready, the input would be read from memory twice. So the step waits for the receiver, as one
-        // that only sends does; no other step waits for what it stores. Where frames are held back it must not wait.
+        // If the input were copied before its receiver is ready, it would be read from memory twice. So the step waits for the receiver, as
+        // a step that only sends does; no other step waits for the copy. Where frames are held back it must not wait: there
+        // `is_ready` is false until enough is stored.
         if bypasses && slice.is_input && !slice.is_ready && !slice.holds_back() && slice.step.send.len() == 1
         {
             return Ok(Combined::NOTHING);
         }
         if slice.is_copy() && in_slot && unit > 0 {
-            // The source is in a cache when it is copied once more.
+            // The slot comes first: after that the source is in a cache, for the copy to `dst`.
             used -= 1;
-            // SAFETY: as in `run`; the slot, the last of the outs, has room for a slice.
+            // SAFETY: as in `run`. `outs[used]` is the slot now, which has room for a slice.
             unsafe { port.filling.copy(slice.ins[0], outs[used], m * unit) };
         }
         run(slice, m, &outs[..used], bypasses)?;
@@ -87,7 +88,7 @@ impl Host {
     }
 }
 
-/// Whether a receiver cannot read the result where it is stored.
+/// Whether any receiver cannot read the result where it is stored, and needs it in a staging slot.
 fn needs_slot(slice: &Slice<'_>, lent: Option<*const u8>, port: &mut Port) -> Result<bool, Error> {
     let (at, bytes) = (lent.unwrap_or(std::ptr::null()), slice.m * slice.state.unit);
     if bytes <= Port::INLINE {
@@ -107,10 +108,10 @@ fn run(slice: &Slice<'_>, m: usize, outs: &[*mut u8], bypasses: bool) -> Result<
     if slice.state.unit == 0 || outs.is_empty() {
         return Ok(());
     }
-    // SAFETY: every operand has `m` elements readable: our own chunks by the layout (the table owns the buffers), frames by
-    // what has come of them. Outs have room: `dst` by the layout, slots, accumulators and inline room by their size. An out is
-    // either equal to an operand (in place) or disjoint from all: chunks of a layout do not overlap, and staging belongs to this
-    // frame alone.
+    // SAFETY: `m` elements of every operand can be read: of our own chunks by the layout (the table owns the buffers), of frames
+    // because so much of them has come. Outs have room: `dst` by the layout, slots, accumulators and `inline` by their size. An out
+    // is either equal to an operand (in place) or disjoint from all: chunks of a layout do not overlap, and a slot, an accumulator
+    // or `inline` is used for this slice alone.
     unsafe {
         if bypasses {
             kernels::copy_streaming(ins[0], outs[0], bytes);
@@ -136,15 +137,16 @@ fn run(slice: &Slice<'_>, m: usize, outs: &[*mut u8], bypasses: bool) -> Result<
     Ok(())
 }
 
-/// Folds `m` elements of all ranks' inputs into all ranks' outputs, of which the first so many are written past the caches.
+/// Folds `m` elements of all ranks' inputs into all ranks' outputs (`all`). The first `bypassing` outputs are written past the caches,
+/// except by a user's function.
 pub(super) fn fold(fold: &Fold<'_>, m: usize, all: &[*mut u8], bypassing: usize) -> Result<(), Error> {
     let Fold { c, step, ins, .. } = *fold;
     let (streamed, outs) = all.split_at(bypassing);
     let divisor = c.divisor(step);
-    // SAFETY: `m` elements are inside our chunk of every rank's buffers: of ours, which the table owns, and of what peers lend,
-    // which they have just been seen not to take back, under the memory lock where they are in this process (`LinkRx::borrow` has
-    // checked the rest). Each rank's input and output are equal or disjoint, those of two ranks are disjoint, and by the protocol
-    // this rank alone touches this chunk of them now.
+    // SAFETY: `m` elements are inside our chunk of every rank's buffers. The table owns ours. Peers lend theirs, and `borrow_all` has just
+    // seen that they have not taken them back: peers in this process cannot now, as this thread holds the memory lock, and of peers in
+    // others `LinkRx::borrow` has checked that the memory is in their region, which stays mapped. Each rank's input and output are equal
+    // or disjoint, those of two ranks are disjoint, and by the protocol this rank alone touches this chunk of them now.
     unsafe {
         match &c.op.reduction {
             Reduction::Op(op) if streamed.is_empty() => {
@@ -163,7 +165,7 @@ pub(super) fn fold(fold: &Fold<'_>, m: usize, all: &[*mut u8], bypassing: usize)
     Ok(())
 }
 
-/// A function of the user's has panicked.
+/// The error for a user's function that has panicked.
 fn failed(c: Context<'_>, name: &str) -> Error {
     let kind = c.op.signature.collective();
     Error::Function {

@@ -1,4 +1,4 @@
-//! Memory of a run's own, beside what users and links lend it.
+//! The working memory that a run allocates for itself, beside the users' buffers and what links lend it.
 
 use crate::link::SLOT;
 
@@ -15,18 +15,18 @@ fn grow(lines: &mut Vec<Line>, bytes: usize) {
     }
 }
 
-/// Kept from one part to the next, until its owner takes it away.
+/// The working memory of a run. It is kept from one part to the next, until its owner drops it.
 #[derive(Default)]
 pub(super) struct Memory {
-    /// By step: a slice each, where one was needed.
+    /// By step: room for one slice, or nothing if the step has never needed it.
     accumulators: Vec<Vec<u8>>,
     /// The third slot of plans that have one.
     scratch: Vec<Line>,
     /// A scaled copy of the input.
     scaled: Vec<Line>,
-    /// Accumulators that have memory.
+    /// How many accumulators have memory.
     filled: usize,
-    /// Bytes that the part has asked for.
+    /// Bytes that the part has asked for beside accumulators.
     wanted: usize,
 }
 
@@ -75,7 +75,7 @@ impl Memory {
         (self.scratch.capacity() + self.scaled.capacity()) * size_of::<Line>() + self.filled * SLOT
     }
 
-    /// Bytes that the part has needed. Which accumulators it used is not counted: those that there are.
+    /// Bytes that the part has needed. All accumulators that have memory are counted, as it is not noted which of them the part has used.
     pub(super) fn needed(&self) -> usize {
         self.wanted + self.filled * SLOT
     }

@@ -59,7 +59,7 @@ pub(crate) struct Message {
     pub(crate) tag: u32,
     /// Which of the messages to (or from) this peer with this tag it is: the endpoint numbers them as they are submitted.
     pub(crate) number: u64,
-    /// Of a message of this rank to itself: the number that its two halves share.
+    /// For a message of this rank to itself: the number that its two halves share.
     pub(crate) half: Option<u64>,
     pub(crate) memory: *mut u8,
     pub(crate) bytes: usize,
@@ -69,36 +69,37 @@ pub(crate) struct Message {
     pub(crate) timeout: Duration,
     /// Its number in the flight recorder.
     pub(crate) record: u64,
-    /// What brings the memory from a device, or takes it back, in several pieces.
+    /// Copies the memory from a device or back to it, in several stripes, while the message moves.
     pub(crate) staged: Option<Arc<Staged>>,
-    /// What takes the rest of it back to a device, once all has come.
+    /// For memory of a device that goes through the host: copies back what is left to copy, once all data has moved.
     pub(crate) back: Option<Arc<dyn Carrier>>,
-    /// What moves it from device to device: then `memory` is the device's.
+    /// The path by which a library moves the message from device to device, if one does. `memory` is the device's then.
     pub(crate) whole: Option<Arc<MessagePath>>,
 }
 
-// SAFETY: `memory` is in a buffer that the in-flight table owns (`Buf: Send`) until the message is through.
+// SAFETY: `memory` is in a buffer that the in-flight table owns (`Buf: Send`) until the message has finished.
 unsafe impl Send for Message {}
 
 impl Message {
-    /// What is wrong with the values that were received.
-    pub(super) fn wrong_value(&self) -> Option<String> {
+    /// What is wrong with the values that were received, if anything: not every byte is a `bool`. Those that are none are `false` from here on.
+    pub(crate) fn wrong_value(&self) -> Option<String> {
         let is_elsewhere = self.direction == Direction::Send || self.whole.is_some();
         if is_elsewhere || self.signature.dtype != DType::Bool as u8 {
             return None;
         }
-        // SAFETY: the receive's buffer, `bytes` long, which the table owns, and in which nothing moves any more.
+        // SAFETY: the table owns the receive's buffer, which has `bytes` bytes. All data has come, or the message has failed and no peer touches
+        // the buffer (the callers), so nobody writes there any more.
         unsafe { check_bools(self.memory, self.bytes) }
     }
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Stage {
-    /// Nothing said yet.
+    /// Nothing was sent for it yet, and it was not matched with anything.
     New,
     /// Announced (send), or waiting for the message (receive).
     Waiting,
-    /// Data moves.
+    /// Data may move, or has moved.
     Moving,
 }
 
@@ -108,13 +109,13 @@ pub(super) struct Moving {
     pub(super) stage: Stage,
     pub(super) done: usize,
     pub(super) freed: usize,
-    /// Stripes of the memory that have come, and the bytes that may be touched by that.
+    /// How many stripes of the memory have come. `filled`: how many bytes may be used by that; `usize::MAX`: all.
     pub(super) arrived: usize,
     pub(super) filled: usize,
     pub(super) since: Instant,
-    /// The rank that is to send it was told that it is waited for.
+    /// Whether the rank that is to send it was told that this rank waits for it.
     pub(super) told: bool,
-    /// When it is launched on the device: from when both ends were called until it is.
+    /// Its turn to be launched on the device. There is one from when both ends were called until the library is given the message.
     pub(super) turn: Option<Turn>,
 }
 
@@ -125,12 +126,12 @@ impl Moving {
         Moving { key, message, stage, done: 0, freed: 0, arrived: 0, filled, since, told: false, turn: None }
     }
 
-    /// Whether the library has it that moves it.
+    /// Whether the library that moves the message was given it.
     pub(super) fn is_launched(&self) -> bool {
         self.message.whole.is_some() && self.stage == Stage::Moving && self.turn.is_none()
     }
 
-    /// What keeps it from its end, though its other end was called: the library that moves it, or what goes before it there.
+    /// What keeps a message that a library moves from its end although its other end was called: the library, or what goes before it there.
     pub(super) fn held_up(&self) -> Option<MissingState> {
         let path = self.message.whole.as_ref().filter(|_| self.stage == Stage::Moving)?;
         Some(path.whole.not_ended(self.turn.as_ref()))
@@ -142,16 +143,16 @@ pub(super) struct Unclaimed {
     pub(super) tag: u32,
     pub(super) number: u64,
     pub(super) signature: Signature,
-    /// [`EAGER`](super::EAGER) bytes of room, and how many of them the message has. `None`: it was announced.
+    /// A buffer of [`EAGER`](super::EAGER) bytes, and how many of them the message has. `None`: the message was announced.
     pub(super) data: Option<(Box<[u8]>, usize)>,
 }
 
-/// What is told to the other end of a message.
+/// A short frame that is to be sent to the other end of a message.
 pub(super) struct Answer {
     pub(super) kind: Type,
     pub(super) tag: u32,
     pub(super) number: u64,
-    /// Of one that a library moves.
+    /// The time at which it is to be launched, if a library moves it; else 0.
     pub(super) time: u64,
 }
 
@@ -161,9 +162,9 @@ pub(crate) enum Overdue {
     Left,
     /// Its own memory has not come from the device.
     LacksMemory,
-    /// Its time is over, and its peer has this to do.
+    /// It is overdue, and waits for its peer.
     Unmatched,
-    /// Its time is over, and this keeps it here.
+    /// It is overdue, and this keeps it on this rank.
     HeldUp(MissingState),
 }
 
@@ -171,14 +172,14 @@ pub(crate) enum Overdue {
 pub(super) struct Peer {
     pub(super) sends: Vec<Moving>,
     pub(super) recvs: Vec<Moving>,
-    /// Those that have not begun, by direction and tag: none of these lists is empty.
+    /// Messages that have not begun, by direction and tag. No list here is empty.
     pub(super) waiting: Map<(Direction, u32), VecDeque<(Key, Message)>>,
     pub(super) unclaimed: Vec<Unclaimed>,
     /// Short answers that wait for room.
     pub(super) answers: VecDeque<Answer>,
     pub(super) credits: u32,
     pub(super) owed: u32,
-    /// Eager messages of its that it has had no credit back for. More than [`CREDITS`](super::CREDITS) no correct peer sends.
+    /// How many eager messages of the peer have come for which it has no credit back yet: at most [`CREDITS`](super::CREDITS), if it is correct.
     pub(super) taken: u32,
     pub(super) touched: bool,
 }

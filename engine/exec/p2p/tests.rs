@@ -1,4 +1,4 @@
-//! Messages, and a peer that sends what it likes.
+//! Messages between two ranks, of which one may send what no correct rank sends.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -57,7 +57,7 @@ fn send_eagerly(tx: &mut LocalTx, number: u64, dtype: DType, bytes: &[u8]) {
     assert!(tx.room().unwrap());
     let (len, signature) = (bytes.len() as u32, signature(dtype, bytes.len()));
     let header = Header { comm: 5, op: number, offset: 0, len, message: Type::Eager as u32, signature };
-    // SAFETY: so few bytes are copied at once.
+    // SAFETY: so few bytes are copied by `post` itself.
     unsafe { tx.post(header, bytes.as_ptr()).unwrap() };
 }
 
@@ -107,7 +107,7 @@ fn a_peer_that_keeps_to_its_credit_may_send_for_ever() {
     let (mut credits, mut finished, mut out) = (CREDITS, 0, vec![0u8; 10]);
     for number in 0..1000 {
         assert!(credits > 0, "credit comes back, message {number}");
-        // Some come before they are asked for, some after.
+        // Some messages come before their receive is posted, some after.
         if number % 3 == 0 {
             messages.add(key(), receive(number, DType::U8, &mut out), Instant::now());
         }
@@ -151,12 +151,13 @@ fn a_received_bool_of_two_is_an_error_that_names_the_sender() {
     }
 }
 
-/// What is said of a message on a device must fit what was called: else a hostile peer's bytes would be written where no memory of the host's is.
+/// What frames say of a message on a device must fit what was called here: else a hostile peer's bytes would be written to an address that is
+/// not the host's.
 #[test]
 fn a_peer_that_speaks_of_a_launch_that_there_is_not_is_an_error_that_names_it() {
     let whole = |dtype, count| Signature { kind: KIND_P2P | WHOLE, ..signature(dtype, count) };
     for (kind, len, said) in [
-        (Type::Agree, 0, "a time for a message"),
+        (Type::Agree, 0, "a launch time for a message"),
         (Type::Clear, 0, "was not announced"),
         (Type::Eager, 5, "of a device's memory"),
     ] {
@@ -166,7 +167,7 @@ fn a_peer_that_speaks_of_a_launch_that_there_is_not_is_an_error_that_names_it() 
         let header =
             Header { comm: 5, op: 0, offset: 9, len, message: kind as u32, signature: whole(DType::U8, 5) };
         assert!(tx.room().unwrap());
-        // SAFETY: so few bytes are copied at once.
+        // SAFETY: so few bytes are copied by `post` itself.
         unsafe { tx.post(header, [7_u8; 5].as_ptr()).unwrap() };
         let error = messages.pass(|_, _| panic!("finished")).unwrap_err();
         assert!(

@@ -1,7 +1,7 @@
 //! Which messages are in progress.
 //!
-//! Of those to a peer with one tag, and of those from it with one tag, the oldest [`WINDOW`] are; the others wait here, in order, and their
-//! deadlines do not run. Both ends of a message are so many calls of their kind behind the oldest, so neither waits for one that the other
+//! For each peer, direction and tag, the oldest [`WINDOW`] messages are in progress. The others wait here, in order, and their deadlines do not
+//! run yet. A message has the same place in the order of its kind at both of its ends, so no end waits for a message that the other end
 //! cannot begin.
 
 use std::time::Instant;
@@ -10,7 +10,7 @@ use super::Messages;
 use super::moving::{Direction, Message, Moving, Peer};
 use crate::exec::inflight::Key;
 
-/// Each pass looks at all that are in progress.
+/// How many messages of one peer, direction and tag are in progress at most: each pass looks at all of them.
 pub(super) const WINDOW: usize = 1024;
 
 impl Peer {
@@ -31,7 +31,7 @@ impl Peer {
 }
 
 impl Messages {
-    /// Takes a message in, whose own memory is ready: it begins, or waits for those before it.
+    /// Adds a message whose own memory is ready. It begins now, or waits for those before it.
     pub(crate) fn add(&mut self, key: Key, message: Message, now: Instant) {
         let peer = &mut self.peers[message.peer];
         peer.touched = true;
@@ -42,7 +42,7 @@ impl Messages {
         peer.list(message.direction).push(Moving::new(key, message, now));
     }
 
-    /// Whether copies of a message's memory may be on their way that nobody waits for.
+    /// Whether copies to or from the memory of any message may be under way that nothing else waits for.
     pub(crate) fn is_settling(&self) -> bool {
         let begun = self.peers.iter().flat_map(|peer| peer.sends.iter().chain(&peer.recvs));
         let waiting = self.peers.iter().flat_map(|peer| peer.waiting.values().flatten());

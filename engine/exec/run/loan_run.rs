@@ -1,20 +1,20 @@
-//! [`LoanRun`]: a collective by loans: ranks lend each other memory, and each folds its chunk of all ranks' memory at once ([`Lending`]).
+//! [`LoanRun`]: runs a collective by loans. Ranks lend each other memory, and each folds its chunk of all ranks' memory at once ([`Lending`]).
 //!
-//! A rank lends each peer what the plan says. Where the peer cannot reach that memory (buffers of another process that are not
-//! in its region), it lends staging slots, a piece of the chunk each: it copies a piece of its input in, and what was folded
-//! there out, when the slot comes back. A rank folds its own chunk as far as all have lent it, a slice a pass, and gives back
-//! what is folded; it is done when all that it lent has come back. This is safe in place too: rank p alone reads and writes chunk p
-//! of any buffer while that is lent.
+//! A rank lends each peer the memory that the plan names. If the peer cannot reach that memory (the peer is in another process, and the
+//! buffer is not in this rank's region), the rank lends staging slots instead, each for a piece of the chunk: it copies a piece of its
+//! input into a slot, and copies the result out when the slot comes back. In each pass a rank folds a slice of its own chunk, as far as
+//! all peers have lent theirs, and gives back what is folded. It is done when all that it has lent has come back. This is safe in place
+//! too: while a buffer is lent, rank p alone reads and writes chunk p of it.
 //!
-//! Where all ranks know that all can lend, they do ([`Agreement::Known`]). Else each rank's *first frame* to a peer tells whether it
-//! does: a loan, or the first message of the plan's steps. Who does what upon that, and why all ranks come to the same, is said where
-//! it is proven: `plan/check/agreement.rs`. Whoever runs the part takes the steps when this run says so ([`LoanRun::pass`]).
+//! If all ranks know that all can lend, they lend ([`Agreement::Known`]). Otherwise each rank's *first frame* to a peer tells whether the
+//! rank lends: it is a loan, or the first message of the plan's steps. `plan/src/check/agreement.rs` says what ranks then do, and proves
+//! that all decide alike. If [`LoanRun::pass`] says so, the caller runs the part by its steps.
 //!
-//! Nothing here knows what memory is: that is said by what implements [`Lends`].
+//! Nothing here knows the kind of memory: only the implementations of [`Lends`] do.
 
 use std::ops::Range;
 
-use super::turn::{LOAN, LOAN_MESSAGE, LinkUse, Passed, Turn, check_frame, receiver_of};
+use super::turn::{LOAN, LinkUse, Passed, Turn, check_frame, receiver_of};
 use crate::error::Error;
 use crate::exec::backend::Context;
 use crate::exec::lends::{Agreement, Fold, Lends, LentSlot, MAX_LENDERS, Out, PIECE, Reach};
@@ -24,19 +24,19 @@ use crate::link::{Header, Loan};
 use crate::plan::{At, Lending, Operand, Program, Slot, Step};
 use crate::types::Rank;
 
-/// Pieces in flight to a peer. Of pieces of 32, 64 and 128 KB, 1 to 8 deep, none was faster at 2, 4 or 8 ranks by more than runs
-/// differ; these take few slots.
+/// How many pieces are in flight to a peer. With pieces of 32, 64 and 128 KB and depths of 1 to 8, at 2, 4 and 8 ranks, no choice was
+/// faster than the others by more than repeated runs differ; this one takes few slots.
 const DEPTH: usize = 2;
 
 /// How far a part has come.
 #[derive(Clone, Copy, Default, PartialEq, Eq, PartialOrd)]
 enum Stage {
-    /// It does not go by loans.
+    /// The part does not go by loans.
     #[default]
     Off,
-    /// It may go by loans, if this rank can lend to all.
+    /// The part has not begun. It may go by loans, if this rank can lend to all.
     New,
-    /// This rank lends, and waits for what the others do.
+    /// This rank lends, and waits to see whether the others do.
     Offered,
     /// All lend.
     Folding,
@@ -47,27 +47,27 @@ enum Stage {
 /// What passes between this rank and a peer.
 #[derive(Clone, Default)]
 struct Peer {
-    /// What the peer is lent, in one loan or many.
+    /// All memory that the peer is lent, in one loan or in pieces.
     whole: Option<Loan>,
-    /// Loans to the peer: all that there will be, those made, those that came back.
+    /// How many loans to the peer there are in all, how many were made (`lent`), and how many have come back (`back`).
     loans: u32,
     lent: u32,
     back: u32,
-    /// What the loans are in turn, where the peer cannot reach our memory.
+    /// The staging slots that are lent in turn, if the peer cannot reach our memory; `depth`: how many there are.
     slots: [Option<LentSlot>; DEPTH],
     depth: u32,
-    /// What the peer has lent us of our chunk, and where that ends there, in elements.
+    /// What the peer lends us now of our chunk. `end`: the element of the chunk where this loan ends, or the last one if it was given back.
     loan: Option<Loan>,
     end: usize,
 }
 
-// SAFETY: the addresses are those of slots, which whoever holds them may use from any thread.
+// SAFETY: the addresses in `slots` are those of staging slots, which their holder may use from any thread; the rest is `Send`.
 unsafe impl Send for Peer {}
 
-/// The loans of a part, being run. What it has allocated is kept from one part to the next.
+/// Runs parts by loans, one after another. What it has allocated is kept from one part to the next.
 pub(super) struct LoanRun<L> {
     stage: Stage,
-    /// All ranks lend, and know it of each other.
+    /// Whether all ranks lend and all of them know that ([`Agreement::Known`]).
     is_known: bool,
     /// By rank.
     peers: Vec<Peer>,
@@ -103,7 +103,7 @@ impl<L: Lends> LoanRun<L> {
         LoanRun { stage, is_known, peers, chunk: None, ours: 0..0, done: 0, lends }
     }
 
-    /// A part begins. Whether it goes by loans is known now as far as it can be.
+    /// A part begins. Finds out whether it may go by loans, as far as that is known by now.
     #[inline]
     pub(super) fn start(&mut self, c: Context<'_>) {
         let lending = c.program().lending.as_ref().filter(|lending| lending.plan.size <= MAX_LENDERS);
@@ -124,13 +124,13 @@ impl<L: Lends> LoanRun<L> {
         self.stage = Stage::Off;
     }
 
-    /// Whether the part goes by loans, or is to.
+    /// Whether the part goes by loans, or may do so.
     #[inline]
     pub(super) fn is_on(&self) -> bool {
         self.stage != Stage::Off
     }
 
-    /// The part takes the plan's steps, if it has not begun.
+    /// Has the part take the plan's steps, if it has not begun.
     #[inline]
     pub(super) fn take_steps(&mut self) {
         if self.stage == Stage::New {
@@ -138,13 +138,13 @@ impl<L: Lends> LoanRun<L> {
         }
     }
 
-    /// The part takes the plan's steps. Of its slots, those that peers still use stay taken until they come back.
+    /// Has the part take the plan's steps. Its slots are free, except those that peers still have: these are free when they come back.
     fn fall_back(&mut self) {
         self.peers.iter_mut().for_each(|peer| peer.slots = Default::default());
         self.stage = Stage::Off;
     }
 
-    /// Whether all ranks lend, for all that this one knows.
+    /// Whether this rank knows that all ranks lend.
     fn is_agreed(&self) -> bool {
         self.stage > Stage::Offered || (self.is_known && self.stage == Stage::Offered)
     }
@@ -162,7 +162,7 @@ impl<L: Lends> LoanRun<L> {
         self.stage == Stage::Folded
     }
 
-    /// Whether this rank has lent to all that it lends to, and has the loans of all that it borrows from.
+    /// Whether this rank has made a loan to each peer that it is to lend to, and has a loan from each peer that it borrows from.
     fn has_all(&self, lending: &Lending) -> bool {
         let peers = self.peers.iter().zip(&lending.borrows);
         peers
@@ -170,8 +170,8 @@ impl<L: Lends> LoanRun<L> {
             .all(|(peer, borrows)| (peer.loans == 0 || peer.lent > 0) && (!borrows || peer.loan.is_some()))
     }
 
-    /// Goes on with a part that goes by loans. `base`: where a slot of the plan begins. `None`: this is not possible, nothing was
-    /// folded, and the part takes the plan's steps, all of them.
+    /// Makes a pass over a part that goes by loans. `base`: where a slot of the plan begins. Returns `None` if the part cannot go by loans:
+    /// then nothing was folded, and the part takes all of the plan's steps.
     pub(super) fn pass(
         &mut self,
         t: Turn<'_, impl LinkUse>,
@@ -183,7 +183,8 @@ impl<L: Lends> LoanRun<L> {
         if self.stage == Stage::New {
             if !self.can_lend(t.c, lending, &base, port)? {
                 if self.is_known {
-                    let problem = "this rank cannot, though all ranks know that it can (a bug)";
+                    let problem =
+                        "this rank's memory cannot be lent, although all ranks were told that it can (a bug)";
                     return Err(Error::system("lend memory to a peer", problem));
                 }
                 self.fall_back();
@@ -204,7 +205,7 @@ impl<L: Lends> LoanRun<L> {
                     Next::NotYet => {}
                     Next::Loan => moved = true,
                     Next::Data if self.is_known => {
-                        let problem = "data where it was to lend memory";
+                        let problem = "data instead of a loan of its memory";
                         return Err(Error::protocol(peer, problem));
                     }
                     Next::Data => {
@@ -225,7 +226,7 @@ impl<L: Lends> LoanRun<L> {
         let mut complete = self.stage == Stage::Folded;
         for peer in others(t.c.program()) {
             let &Peer { loans, back, .. } = &self.peers[peer];
-            // A peer that hangs up counts as having given all back, though it may not have written its results: that is no end.
+            // When a peer hangs up, all loans to it count as given back, though it may not have written its results: so this is no end.
             complete = complete && back == loans && !port.tx(peer)?.has_hung_up();
         }
         Ok(Some(Passed { moved, complete, touched }))
@@ -276,7 +277,7 @@ impl<L: Lends> LoanRun<L> {
                 Reach::Nowhere => return Ok(false),
             }
         }
-        // As deep as there are slots: each peer has its own, so that none waits for what another holds.
+        // The free slots are divided among the peers, so that none waits for a slot that another holds.
         let deep = self.lends.free_slots(port).checked_div(staged).unwrap_or(DEPTH) as u32;
         for peer in others(c.program()) {
             let state = &mut self.peers[peer];
@@ -294,7 +295,7 @@ impl<L: Lends> LoanRun<L> {
         Ok(true)
     }
 
-    /// Lends a peer what it is to be lent, or the next piece of that. Whether it did.
+    /// Lends a peer what it is to be lent, or the next piece of that. Returns whether it did.
     fn offer(&mut self, t: Turn<'_, impl LinkUse>, peer: Rank, port: &mut Port) -> Result<bool, Error> {
         let Peer { whole, loans, lent, back, ref slots, depth, .. } = self.peers[peer];
         if lent == loans
@@ -310,8 +311,8 @@ impl<L: Lends> LoanRun<L> {
         if let Some((_, place)) = slot {
             start = lent as usize * PIECE;
             let bytes = PIECE.min(loan.bytes - start);
-            // SAFETY: a piece of a chunk of our own input, which the table owns; the slot holds a piece, and is ours: it
-            // was never lent, or it has come back (`lent - back`, and loans come back in order).
+            // SAFETY: what is copied is a piece of a chunk of our own input, which the table owns. The slot has room for a piece, and is
+            // ours: it was not lent yet, or it has come back (fewer than `depth` loans are out, and loans come back in order).
             unsafe { self.lends.fill(loan.input.wrapping_add(start), place, bytes, port) };
             loan = Loan { input: place, output: place, bytes };
         }
@@ -320,7 +321,7 @@ impl<L: Lends> LoanRun<L> {
             op: t.c.op.number,
             offset: start as u64,
             len: 0,
-            message: t.message(LOAN_MESSAGE),
+            message: t.message(Loan::MESSAGE),
             signature: t.c.op.signature,
         };
         let source = FrameSource {
@@ -334,7 +335,7 @@ impl<L: Lends> LoanRun<L> {
         Ok(true)
     }
 
-    /// A loan has come back. What was folded in a slot goes where it belongs.
+    /// A loan has come back. If it was a slot, the result in it is copied to our output.
     pub(super) fn came_back(&mut self, part: &Part, lent: &Lent) {
         let Some(state) = self.peers.get_mut(receiver_of(lent)) else { return };
         let turn = state.back.checked_rem(state.depth);
@@ -344,8 +345,8 @@ impl<L: Lends> LoanRun<L> {
             && let Some(&(_, place)) = turn.and_then(|turn| state.slots[turn as usize].as_ref())
         {
             let to = loan.output.wrapping_add(start);
-            // SAFETY: a piece (up to `end`) of a chunk of our own output, which the table owns and nobody else touches; the
-            // slot has come back.
+            // SAFETY: `to` is a piece (up to `end`) of a chunk of our own output, which the table owns and nobody else touches. The
+            // slot has come back, so the peer does not write there any more.
             unsafe { self.lends.empty(part, place, to, lent.source.end - start) };
         }
     }
@@ -369,7 +370,7 @@ impl<L: Lends> LoanRun<L> {
         if frame.header.offset != start as u64 || !fits || (loan.bytes == 0 && ours > 0) {
             let Header { offset, .. } = frame.header;
             let problem = format!(
-                "a loan of {} bytes at {offset} of a chunk, expected at most {} at {start}",
+                "a loan of {} bytes at byte {offset} of a chunk, expected at most {} at byte {start}",
                 loan.bytes,
                 ours - start
             );
@@ -380,7 +381,7 @@ impl<L: Lends> LoanRun<L> {
         Ok(Next::Loan)
     }
 
-    /// Gives back what was lent to us up to so many elements of our chunk.
+    /// Gives back the loans that end at or before element `until` of our chunk.
     fn give_back(&mut self, until: usize, port: &mut Port) -> Result<(), Error> {
         for (peer, state) in self.peers.iter_mut().enumerate() {
             if state.end <= until
@@ -393,7 +394,7 @@ impl<L: Lends> LoanRun<L> {
         Ok(())
     }
 
-    /// Looks whether all that this rank borrows is still there, and has it lent where it is not yet. Whether all is there.
+    /// Checks that peers have not taken their loans back, and takes the next loan of each peer that has none here. Returns whether all are here.
     fn borrow_all(
         &mut self,
         t: Turn<'_, impl LinkUse>,
@@ -412,7 +413,8 @@ impl<L: Lends> LoanRun<L> {
                 Next::NotYet => return Ok(false),
                 Next::Loan => {}
                 Next::Data => {
-                    let problem = "data after it had lent memory to be folded in";
+                    let problem =
+                        "data instead of its next loan, after it had lent memory for this operation";
                     return Err(Error::protocol(peer, problem));
                 }
             }
@@ -420,7 +422,7 @@ impl<L: Lends> LoanRun<L> {
         Ok(true)
     }
 
-    /// Folds the next slice of our chunk, as far as all have lent it. How many bytes were touched.
+    /// Folds the next slice of our chunk, as far as all have lent theirs, and gives back loans that are folded. Returns how many bytes were touched.
     fn fold_slice(
         &mut self,
         c: Context<'_>,
@@ -440,7 +442,7 @@ impl<L: Lends> LoanRun<L> {
         Ok(touched)
     }
 
-    /// Folds as much of our chunk as a pass may and as all have lent. How many bytes were touched.
+    /// Folds as much of our chunk as a pass may and as all have lent. Returns how many bytes were touched.
     fn fold_some(
         &mut self,
         c: Context<'_>,
@@ -453,7 +455,7 @@ impl<L: Lends> LoanRun<L> {
         let mut m = ours.len() - done;
         let lent = peers.iter().zip(&lending.borrows).filter(|(_, borrows)| **borrows);
         lent.for_each(|(peer, _)| m = m.min(peer.end - done));
-        // Where the first of these elements is in a loan, which ends at `end`.
+        // The byte of a peer's loan at which element `done` of our chunk lies. The loan ends at element `peer.end`.
         let within = |peer: &Peer, loan: &Loan| done * unit + loan.bytes - peer.end * unit;
         let own = |at: At| {
             let slots = &lending.plan.slots;
@@ -481,8 +483,8 @@ impl<L: Lends> LoanRun<L> {
             results += 1;
         };
         let is_over_input = step.dst.is_some_and(|dst| step.operands.contains(&Operand::Own(dst)));
-        // Over the inputs in the order of ranks, as they are read; else our own result first. With 2 ranks on 2 cores 256 KB and
-        // 1 MB through slots took 1.25 times as long in place with our own first, and 1.7 times out of place in the order of ranks.
+        // In place, results are written in the order of ranks, as the inputs are read; else our own result comes first. With 2 ranks on
+        // 2 cores, 256 KB and 1 MB through slots, the other order took 1.25 times as long in place, and 1.7 times out of place.
         let first = (!is_over_input).then_some(lending.plan.rank);
         for rank in first.into_iter().chain((0..size).filter(|rank| Some(*rank) != first)) {
             if let Some(dst) = step.dst.filter(|_| rank == lending.plan.rank) {

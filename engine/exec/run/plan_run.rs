@@ -1,4 +1,4 @@
-//! [`PlanRun`]: a plan as a run over slices that can stop and go on at any of them.
+//! [`PlanRun`]: runs the steps of a plan slice by slice. It can stop after any slice and go on there later.
 //!
 //! Elements of a chunk go through a step in order. Per step there is a cursor for what was gathered, one for what is
 //! stored in `dst`, one per receiver for what was sent and one for what that receiver's frames have freed. A step
@@ -7,7 +7,7 @@
 //! Messages of a link come in rounds: a *round* is the next slices of every chunk ([`Slicing`]), and a plan's messages on a
 //! link are ordered round by round. That keeps what is in flight inside the cache, and every round is one complete
 //! run of the plan, so what the checker proves of one holds for all. The parts of one operation follow each other on
-//! each link: the next one's run may use it when this one's has nothing more for it.
+//! each link: a part may use it when the parts before have nothing more for it.
 //!
 //! | file | what is in it |
 //! |---|---|
@@ -17,7 +17,7 @@
 //! | `stripes.rs` | input that comes, and output that leaves, while the steps run |
 //! | `ready.rs` | the list of steps to be looked at |
 //!
-//! Nothing here knows what memory is: that is a [`Backend`]'s.
+//! Nothing here knows the kind of memory: only a [`Backend`] does.
 
 mod frames;
 mod gather;
@@ -37,14 +37,14 @@ use crate::exec::slicing::Slicing;
 use crate::plan::{Program, Slot};
 use crate::types::Rank;
 
-/// Where the messages of a link have got to.
+/// The next message of a link, and its round.
 #[derive(Clone, Copy, Default, PartialEq, Eq)]
 struct Cursor {
     message: u32,
     round: u32,
 }
 
-/// The steps of a part, being run. Its vectors are kept from one part to the next.
+/// Runs the steps of parts, one part after another. Its vectors are kept from one part to the next.
 pub(super) struct PlanRun<B> {
     steps: Vec<StepState>,
     sent: Vec<usize>,
@@ -52,18 +52,18 @@ pub(super) struct PlanRun<B> {
     tx: Vec<Cursor>,
     rx: Vec<Cursor>,
     rounds: u32,
-    /// Elements of a round.
+    /// Elements of each chunk in a round.
     round: usize,
     slicing: Slicing,
     /// Rounds whose input has arrived; `usize::MAX`: all of it has.
     arrived: usize,
     ready: ReadyList,
     done: Vec<bool>,
-    /// Steps that are not done.
+    /// How many steps are not done.
     left: usize,
     /// Bytes gathered and posted in this pass.
     touched: usize,
-    /// The part's input is there, and what the steps need.
+    /// Whether the backend has made ready what the steps need.
     is_prepared: bool,
     backend: B,
 }
@@ -89,7 +89,7 @@ impl<B: Backend> PlanRun<B> {
         }
     }
 
-    /// Sets the run up. No allocation once the vectors have grown.
+    /// Sets the run up for a part. Allocates nothing once the vectors have grown.
     #[inline]
     pub(super) fn start(&mut self, c: Context<'_>) {
         let part = c.part;
@@ -101,7 +101,7 @@ impl<B: Backend> PlanRun<B> {
         self.sent.clear();
         let mut longest = 1;
         for step in &plan.steps {
-            // Every plan's steps name memory of our own (plan/tests).
+            // Each step of every plan names memory of our own (`plan/src/tests/all.rs`).
             let len = step.chunk().map_or(0, |at| part.range(at.slot, at.chunk).len());
             let state = StepState {
                 len: len.max(1),
@@ -129,7 +129,7 @@ impl<B: Backend> PlanRun<B> {
         self.backend.begin(c);
     }
 
-    /// Forgets the part: done, or failed.
+    /// Forgets the part, which is done or has failed.
     #[inline]
     pub(super) fn clear(&mut self) {
         self.backend.end();
@@ -141,17 +141,17 @@ impl<B: Backend> PlanRun<B> {
         self.backend.base(part, slot)
     }
 
-    /// Looks at the values that have come, once all have.
+    /// Checks that the result holds only values that its type has, once all of it has come.
     pub(super) fn check_values(&self, part: &Part) -> Result<(), Error> {
         self.backend.check_values(part)
     }
 
-    /// Bytes of memory of its own that it keeps, and how many of them the part has needed.
+    /// How many bytes of working memory the run keeps, and how many the part has needed.
     pub(super) fn memory(&self) -> (usize, usize) {
         self.backend.memory()
     }
 
-    /// Gives it back, between parts.
+    /// Gives the working memory back. Called between two parts.
     pub(super) fn give_memory_back(&mut self) {
         self.backend = self.backend.fresh();
     }
@@ -167,7 +167,7 @@ impl<B: Backend> PlanRun<B> {
         }
     }
 
-    /// Makes ready what the steps need, or the loans in their place. Called at the start of every pass.
+    /// Makes ready what the steps or the loans need. Called at the start of every pass.
     #[inline]
     pub(super) fn prepare(&mut self, c: Context<'_>) -> Result<Prepared, Error> {
         let prepared = self.backend.prepare(c, self.arrived == usize::MAX)?;
@@ -190,7 +190,7 @@ impl<B: Backend> PlanRun<B> {
             None => (0..program.plan.size).for_each(|peer| self.mark_heads(program, peer)),
         }
         let mut moved = false;
-        // Bounded: what a pass makes possible is for the next one, and others may be waiting for the thread.
+        // The number of looks is bounded, as others may be waiting for the thread: what is possible after these is for the next pass.
         for _ in 0..2 * self.steps.len() {
             if self.is_long() {
                 break;
@@ -215,8 +215,8 @@ impl<B: Backend> PlanRun<B> {
         let mut any = false;
         while self.gather(t, i, port)? {
             any = true;
-            // At the end of a round `push` sends what was held back as one frame, before more is gathered. The step lists itself again:
-            // nobody else may have a reason to.
+            // At the end of a round `push` sends what was held back as one frame, before more is gathered. The step is listed again
+            // here, as nothing else may list it.
             let leaves = self.slicing.least > 0 && self.steps[i].got.is_multiple_of(self.round);
             if self.is_long() || leaves {
                 self.ready.mark(i as u32);

@@ -1,5 +1,4 @@
-//! What every run of a part puts on a link and finds there: whose turn it is, how messages are numbered, and whether a frame is
-//! the right one.
+//! How the runs of parts use a link: when it is a part's turn, how messages are numbered, and whether a frame is the expected one.
 
 use crate::error::Error;
 use crate::exec::backend::Context;
@@ -7,13 +6,11 @@ use crate::exec::port::{Lent, Port};
 use crate::link::{Frame, Loan};
 use crate::types::{Rank, Signature};
 
-/// The low bits of the receiver in [`Lent::source`] are the receiver, the high ones the part.
+/// The low bits of `receiver` in [`Lent::source`] name the receiver, the high bits the part.
 const RECEIVER_BITS: u32 = 16;
 const RECEIVER: u32 = (1 << RECEIVER_BITS) - 1;
-/// The step in [`Lent::source`] of a loan: no plan has so many steps.
+/// The value of `step` in [`Lent::source`] of a loan: no plan has so many steps.
 pub(super) const LOAN: u32 = u32::MAX;
-/// What a loan is numbered among its part's messages: no plan sends so many.
-pub(super) const LOAN_MESSAGE: u32 = 0xffff;
 
 /// The part that posted a frame.
 #[inline]
@@ -21,13 +18,13 @@ pub(super) fn part_of(lent: &Lent) -> u16 {
     (lent.source.receiver >> RECEIVER_BITS) as u16
 }
 
-/// Which of its step's receivers a frame went to; of a loan: which rank.
+/// Which of its step's receivers a frame went to; for a loan: which rank.
 #[inline]
 pub(super) fn receiver_of(lent: &Lent) -> usize {
     (lent.source.receiver & RECEIVER) as usize
 }
 
-/// Whether what came back is a loan, and not a message of a step's.
+/// Whether what came back is a loan, and not a message of a step.
 #[inline]
 pub(super) fn is_of_loan(lent: &Lent) -> bool {
     lent.source.step == LOAN
@@ -43,7 +40,7 @@ pub(super) struct Passed {
     pub(super) touched: usize,
 }
 
-/// The run of a part as those of the parts after it see it.
+/// What the runs of later parts see of a part's run.
 pub(super) trait LinkUse {
     /// Whether nothing more of this part goes to a peer.
     fn tx_done(&self, peer: Rank) -> bool;
@@ -74,7 +71,7 @@ impl<R: LinkUse> Turn<'_, R> {
         self.earlier.iter().all(|run| run.tx_done(peer))
     }
 
-    /// Whether nothing more comes for them from a peer.
+    /// Whether the parts before have nothing more to come from a peer.
     #[inline]
     pub(super) fn may_receive(&self, peer: Rank) -> bool {
         self.earlier.iter().all(|run| run.rx_done(peer))
@@ -95,11 +92,11 @@ impl<R: LinkUse> Turn<'_, R> {
     /// Whether a frame is a loan of this part's.
     #[inline]
     pub(super) fn is_loan(&self, frame: &Frame) -> bool {
-        frame.header.message == self.message(LOAN_MESSAGE)
+        frame.header.message == self.message(Loan::MESSAGE)
     }
 
-    /// What a peer sends next to a part that takes the steps, if it has begun to come. A peer that has lent to us, and would have
-    /// folded all at once, has its loan back: some rank cannot, as that one's first frame says.
+    /// The next frame from a peer for a part that takes the steps, if it has begun to come. A loan that comes first is given back: the peer
+    /// meant to go by loans, and takes the steps when it sees the first frame of a rank that cannot lend.
     #[inline]
     pub(super) fn next_of_steps(
         &self,
@@ -110,7 +107,7 @@ impl<R: LinkUse> Turn<'_, R> {
         // The header comes first: a disagreement is found before any data is used.
         while let Some(frame) = port.rx(from)?.peek(0)? {
             check_frame(&frame, self.c, ours, from)?;
-            // Of a loan all is here, always: what calls itself one and is not is refused by the step.
+            // All of a loan comes at once. A frame that has a loan's number and another length is refused by the step.
             if !self.is_loan(&frame) || frame.ready != Loan::FRAME {
                 return Ok(Some(frame));
             }
@@ -120,7 +117,7 @@ impl<R: LinkUse> Turn<'_, R> {
     }
 }
 
-/// Whether a frame is of this operation, and its sender called what we did.
+/// Checks that a frame is of this operation, and that its sender has called what this rank has.
 #[inline]
 pub(super) fn check_frame(frame: &Frame, c: Context<'_>, ours: Signature, from: Rank) -> Result<(), Error> {
     let (header, comm, number) = (&frame.header, c.comm, c.op.number);

@@ -15,9 +15,9 @@ use crate::types::Rank;
 
 /// How long the messages may take, between two hosts. A card sends a lost packet again after a second.
 const LIMIT: Duration = Duration::from_secs(3);
-/// And for each host of the world: a rank tries the ways to all at once.
+/// So much longer for each host of the world, as a rank tries the ways to all hosts at once.
 const FOR_A_HOST: Duration = Duration::from_millis(10);
-/// How often the device is asked meanwhile.
+/// How often the device is polled meanwhile.
 const LOOK: Duration = Duration::from_millis(1);
 /// Bytes of the stack of a thread that calls the device's library.
 const STACK: usize = 512 << 10;
@@ -27,10 +27,10 @@ pub(crate) fn limit(hosts: usize) -> Duration {
     LIMIT + FOR_A_HOST * u32::try_from(hosts).unwrap_or(u32::MAX)
 }
 
-/// A step of one end's: what the other has to know to go on, or what went wrong.
+/// The result of a step at one end: what the other end has to know to go on, or what went wrong.
 type Step = Result<Vec<u8>, String>;
 
-/// The control connection of the two, on which nothing else is sent until the world has formed.
+/// The control connection of the two ranks, on which nothing else is sent until the world has formed.
 pub(crate) struct Talk<'a> {
     /// This end's rank.
     pub(crate) rank: Rank,
@@ -53,8 +53,8 @@ impl Talk<'_> {
     }
 }
 
-/// Tries the way between the port of this rank, if it could be opened, and that of the rank at the other end of the connection. Both ranks learn whether
-/// messages got through; if not, each why.
+/// Tries the way between this rank's port, if it could be opened, and the port of the rank at the other end of the connection. Both ranks learn whether
+/// messages got through, and if not, why.
 ///
 /// # Errors
 /// The connection broke.
@@ -82,7 +82,7 @@ pub(crate) async fn run(
         (Ok(_), None) => return Ok(Err("the port was not connected".into())),
     };
     let tried = send(&mut probe, limit).await;
-    // The other end may still need this one's memory and queue: they stay until both have done.
+    // The other end may still use this end's memory and queue pair: they stay until both ends are done.
     let tried = talk.exchange(tried.map(|()| Vec::new())).await?;
     Ok(tried.map(drop))
 }
@@ -99,11 +99,11 @@ async fn send(probe: &mut Probe, limit: Duration) -> Tried {
     Ok(())
 }
 
-/// Calls the device's library on a thread of its own. Some calls block: to connect to a port that does not answer takes a second (the kernel asks for its
-/// address on the network), and meanwhile all else of this process's worlds would stand still.
+/// Calls the device's library on a thread of its own, as some calls block: to connect to a port that does not answer takes a second (the kernel asks
+/// for its address on the network). On the control thread, everything of this process's worlds would stand still meanwhile.
 ///
 /// # Errors
-/// Those of the call; or no thread can be had.
+/// The errors of the call; or no thread can be started.
 pub(crate) async fn aside<T: Send + 'static>(
     call: impl FnOnce() -> Result<T, String> + Send + 'static,
 ) -> Result<T, String> {

@@ -2,7 +2,10 @@ use super::*;
 use crate::group::Rendezvous;
 
 fn own_of(names: &[(&str, &str)]) -> Vec<Own> {
-    names.iter().map(|(name, ip)| Own { name: (*name).into(), ip: ip.parse().unwrap() }).collect()
+    names
+        .iter()
+        .map(|(name, ip)| Own { name: (*name).into(), ip: ip.parse().unwrap(), is_up: true })
+        .collect()
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! A rank that does not come to be connected with another one: all hear of it at once, and why.
+//! If a rank cannot be connected to another one, all ranks hear of that at once, and why.
 
 use tokio::io::AsyncWriteExt;
 
@@ -11,14 +11,14 @@ use crate::group::registration::{News, Registration, Table};
 use crate::group::wire::{self, Frames};
 use crate::group::{connect, host};
 
-/// What a rank says that is on a host of its own, and can be reached at these addresses.
+/// The registration of a rank on a host of its own, which can be reached at these addresses.
 pub(super) fn registration(rank: Rank, size: usize, addresses: Vec<SocketAddr>) -> Registration {
     let process = Process::this(Some(&format!("host of {rank}, {}", host::nonce().unwrap()))).unwrap();
     let (socket, rdma, unfit) = (None, None, None);
     Registration { rank, size, addresses, process, socket, link: LinkChoice::AUTO, rdma, unfit }
 }
 
-/// Registers so: what rank 0 says, and the connection, which is the rank's life until it is connected to all.
+/// Registers a rank. Returns what rank 0 says, and the connection: if it ends before the rank is connected to all, the rank counts as gone.
 pub(super) async fn register(at: SocketAddr, registration: Registration) -> (News, tokio::net::TcpStream) {
     let mut stream = tokio::net::TcpStream::connect(at).await.unwrap();
     let end = tokio::time::Instant::now() + LIMIT;
@@ -43,7 +43,7 @@ pub(super) fn failure(end: Result<Member, Error>) -> String {
     }
 }
 
-/// A rank of three that says so.
+/// The registration of a rank of three that uses TCP.
 fn over_tcp_as(rank: Rank, addresses: Vec<SocketAddr>) -> Registration {
     Registration { link: LinkChoice::TCP, ..registration(rank, 3, addresses) }
 }
@@ -82,7 +82,7 @@ async fn an_address_counts_only_if_the_right_rank_answers_there() {
     let hello = DataHello { comm: CommId(9), from: 0, channel: 0 };
     let purpose = Purpose::Data { world: members[0].mesh.world(), to: 1, hello };
     let end = tokio::time::Instant::now() + LIMIT;
-    // As where two hosts have the same private address: another rank answers first.
+    // As if two hosts had the same private address: another rank answers first.
     let dialled = connect::dial(&[at(2), nobody, at(1)], &Token::new(b"t"), &purpose, end).await.unwrap();
     assert_eq!(dialled.peer_addr().unwrap(), at(1));
     members[1].ears.hear(|h| *h == Heard::Data(hello)).await;
@@ -167,7 +167,7 @@ async fn a_rank_that_dies_before_it_has_dialled_is_told_to_all_at_once() {
 async fn a_rank_that_dies_between_dialling_one_and_another_is_told_to_both() {
     let ([first, second], table, alive) = awaiting_rank_2().await;
     let paired = pair_with(0, &table).await;
-    // Rank 0 is connected to all now, and sees the rest by itself.
+    // Rank 0 is connected to all now, so it sees by itself that rank 2 dies.
     let first = first.await.unwrap().unwrap();
     let died = Instant::now();
     drop((alive, paired));
@@ -193,7 +193,7 @@ async fn rank_0_may_leave_in_peace_while_others_are_still_connecting() {
     let ([first, second], table, mut alive) = awaiting_rank_2().await;
     let _with_0 = pair_with(0, &table).await;
     let first = first.await.unwrap().unwrap();
-    // It has said that it is connected, and then its end means nothing.
+    // Rank 0 has said that it is connected to all: so its end means nothing.
     let news = tokio::time::timeout(LIMIT, Frames::default().next::<News, _>(&mut alive)).await.unwrap();
     assert_eq!(news, Ok(Some(News::Connected { rdma: None })));
     close_all(vec![first]).await;
@@ -203,11 +203,11 @@ async fn rank_0_may_leave_in_peace_while_others_are_still_connecting() {
     close_all(vec![second]).await;
 }
 
-/// As where two launchers have left their variables: the process for which both say rank 0 awaits the others, which find that they
-/// disagree.
+/// As if two launchers had set their variables: the process that is rank 0 for both awaits the others, and these find that the launchers
+/// contradict each other.
 #[tokio::test]
 async fn rank_0_is_told_of_a_process_that_cannot_say_which_rank_it_is() {
-    // As another rank than those that are there, or as one of them.
+    // As a rank that has not come yet, or as one that is already there.
     for known in [false, true] {
         let (mut places, at) = over_tcp(3);
         places.truncate(if known { 2 } else { 1 });

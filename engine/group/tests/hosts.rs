@@ -1,5 +1,5 @@
-//! Hosts that are network namespaces of this machine, with a cable between them. Root makes them; where that may not be, a test
-//! says so and is left out.
+//! Worlds of two hosts, which are network namespaces of this machine with a cable between them (veth). Only root can make them; otherwise
+//! a test says so and is skipped.
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -16,7 +16,7 @@ fn rank_on_a_host() {
     runtime.block_on(async {
         let mut place = Rendezvous::from_env().unwrap();
         place.reach = Some(crate::group::Reach::from_env().unwrap());
-        // As a program does that tells ranks by itself where to meet, by something that is where these ranks meet.
+        // As a program does that tells its ranks itself where to meet. `near` is where these ranks meet.
         let near = std::env::var("MASTER_ADDR").unwrap();
         let ours = Rendezvous::listen_for_ranks(Some((&near, 1)))
             .map_or_else(|e| e.to_string(), |at| at.1.ip().to_string());
@@ -72,7 +72,7 @@ impl Hosts {
         for (i, host) in self.names.iter().enumerate() {
             run(&format!("ip -n {host} addr add 10.213.9.{}/24 dev {host}", i + 1))?;
             run(&format!("ip -n {host} link set lo up && ip -n {host} link set {host} up"))?;
-            // As Docker's bridge has it, on every host the same.
+            // The address of Docker's bridge, which is the same on every host.
             run(&format!(
                 "ip -n {host} link add docker0 type bridge && ip -n {host} addr add 10.213.8.1/24 dev docker0"
             ))?;
@@ -81,13 +81,13 @@ impl Hosts {
         Ok(())
     }
 
-    /// Starts a rank on one of them; `names` is its /etc/hosts.
+    /// Starts a rank on one of the hosts; `names` is the text of its /etc/hosts.
     fn start(&self, host: usize, rank: usize, meet: &str, names: &str, env: &[(&str, &str)]) -> Child {
         let file = self.file(&format!("names-{rank}"), names);
         self.start_by(host, rank, meet, &file, env)
     }
 
-    /// The same with a file that others may see, too.
+    /// The same with a file as /etc/hosts that several ranks may use.
     fn start_by(&self, host: usize, rank: usize, meet: &str, names: &Path, env: &[(&str, &str)]) -> Child {
         let test = format!("{}::rank_on_a_host", module_path!().split_once("::").unwrap().1);
         let script = "mount --bind \"$0\" /etc/hosts && exec \"$@\"";
@@ -121,7 +121,7 @@ impl Drop for Hosts {
     }
 }
 
-/// What a rank said in the end. It ends by itself: its deadline is that of the meeting.
+/// What a rank said in the end. The rank ends by itself, at the rendezvous timeout at the latest.
 fn said(child: Child) -> String {
     let Output { stdout, stderr, .. } = child.wait_with_output().unwrap();
     let text = String::from_utf8_lossy(&stdout) + String::from_utf8_lossy(&stderr);
@@ -129,7 +129,7 @@ fn said(child: Child) -> String {
     said.unwrap_or_else(|| panic!("nothing said: {text}")).to_owned()
 }
 
-/// torchrun deals ranks out in the order in which hosts come, and names the host of its store.
+/// As torchrun does: it deals ranks out in the order in which hosts come, and lets them meet at the host of its store.
 #[test]
 fn ranks_meet_where_rank_0_is_not() {
     let Some(hosts) = Hosts::new() else { return };
@@ -153,7 +153,7 @@ fn a_host_whose_own_name_is_a_loopback_address_is_reached_from_another() {
         .map(|(host, rank, names)| hosts.start(host, rank, "first", names, &there));
     let told = ranks.map(said);
     assert!(told.iter().all(|told| told.contains("joined: ")), "{told:?}");
-    // What answered as that rank stands first; 10.213.8.1 is an address of both hosts.
+    // The address at which that rank has answered stands first; 10.213.8.1 is an address of both hosts.
     assert!(told[2].contains("0=[10.213.9.1:") && told[2].contains("1=[10.213.9.1:"), "{told:?}");
     for (told, own) in told.iter().zip(["10.213.9.1", "10.213.9.1", "10.213.9.2"]) {
         assert!(told.ends_with(&format!("listens at {own}")), "{told}");
@@ -168,7 +168,7 @@ fn a_rank_is_reached_by_the_interface_and_at_the_ports_that_are_named() {
     let told = ranks.map(said);
     assert!(told[0].contains("joined: 1=[10.213.9.2:2000"), "{told:?}");
     assert!(told[1].contains("joined: 0=[10.213.9.1:2000"), "{told:?}");
-    // The other way round: by an address that both hosts have, each reaches only itself.
+    // The other way round: the address that both hosts have is told first. There each reaches only itself, and tries the next one.
     let begun = Instant::now();
     let env = [("ALLSTREAM_INTERFACE", "docker,10.213.9.0/24")];
     let ranks = [0, 1].map(|rank| hosts.start(rank, rank, "10.213.9.1", "", &env));
@@ -178,7 +178,7 @@ fn a_rank_is_reached_by_the_interface_and_at_the_ports_that_are_named() {
         "{told:?}"
     );
     assert!(begun.elapsed() < Duration::from_secs(10), "{:?}", begun.elapsed());
-    // One that this host has not: all are told, and which there are.
+    // An interface that this host does not have: all ranks are told so, and which addresses there are.
     let none = hosts.start(1, 1, "10.213.9.1", "", &[("ALLSTREAM_INTERFACE", "ib")]);
     let told = [hosts.start(0, 0, "10.213.9.1", "", &[]), none].map(said);
     for told in &told {
@@ -193,7 +193,7 @@ fn a_name_that_is_known_later_is_good_for_rank_0_too() {
     let Some(hosts) = Hosts::new() else { return };
     let later = hosts.file("later", "127.0.0.1 localhost\n");
     let ranks = [0, 1].map(|rank| hosts.start_by(0, rank, "train-master-0", &later, &[]));
-    // Until both have asked for it in vain.
+    // Until both have asked for the name in vain.
     std::thread::sleep(Duration::from_millis(300));
     let mut file = std::fs::OpenOptions::new().append(true).open(&later).unwrap();
     file.write_all(b"10.213.9.1 train-master-0\n").unwrap();

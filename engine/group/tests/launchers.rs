@@ -25,7 +25,7 @@ fn error_of(vars: &[(&str, &str)]) -> String {
     with(vars, meeting).unwrap_err()
 }
 
-/// These variables, less those named.
+/// These variables without those named.
 fn without<'a>(vars: &[(&'a str, &'a str)], names: &[&str]) -> Vec<(&'a str, &'a str)> {
     vars.iter().copied().filter(|(name, _)| !names.contains(name)).collect()
 }
@@ -60,7 +60,7 @@ fn a_derived_port_is_another_and_not_one_that_the_system_gives_out() {
         assert!((10_000..30_000).contains(&other) && other != port, "{port}: {other}");
     }
     assert_ne!(derived(&|_| None, 29_500), derived(&|_| None, 29_501));
-    // Where a firewall lets some ports through, it is one of those.
+    // Where the user says which ports a firewall lets through, the derived port is one of those.
     let open = |name: &str| (name == "ALLSTREAM_PORTS").then(|| "29400-29599".to_string());
     for port in 29_300..29_700 {
         let other = derived(&open, port.into()).unwrap();
@@ -86,7 +86,7 @@ fn under_mpirun_on_one_host_a_note_says_where_and_nothing_needs_to_be_set() {
     assert_eq!(address_of(&OPEN_MPI), "/tmp/ompi.node.0/pid.168/allstream-759169025");
     let named = [&without(&OPEN_MPI, &["PMIX_NAMESPACE"])[..], &[("PMIX_NAMESPACE", "prte/a@1")]].concat();
     assert_eq!(address_of(&named), "/tmp/ompi.node.0/pid.168/allstream-prte_a_1");
-    // In an allocation of Slurm too: its variables are of the batch script.
+    // The same in an allocation of Slurm, whose variables there are those of the batch script.
     let slurm =
         [&OPEN_MPI[..], &[("SLURM_PROCID", "0"), ("SLURM_NTASKS", "8"), ("SLURM_JOB_ID", "5")]].concat();
     assert_eq!((place_of(&slurm), address_of(&slurm)), ((1, 2), address_of(&OPEN_MPI)));
@@ -99,7 +99,7 @@ fn under_mpirun_on_one_host_a_note_says_where_and_nothing_needs_to_be_set() {
 fn under_mpirun_what_is_said_counts() {
     let said = [&OPEN_MPI[..], &[("MASTER_ADDR", "node0"), ("MASTER_PORT", "29600")]].concat();
     assert_eq!(address_of(&said), "node0:29600");
-    // Half of it is not taken for nothing.
+    // Half of an address is an error, and is not ignored.
     assert!(error_of(&[&OPEN_MPI[..], &[("MASTER_ADDR", "node0")]].concat()).contains("MASTER_PORT"));
     assert!(error_of(&[&OPEN_MPI[..], &[("MASTER_PORT", "29600")]].concat()).contains("MASTER_ADDR"));
 }
@@ -186,7 +186,7 @@ fn place_error(vars: &[&[(&str, &str)]]) -> String {
     with(&vars.concat(), place).unwrap_err()
 }
 
-/// As sbatch sets them for the script itself; which of the two numbers of a step there is depends on the version.
+/// As sbatch sets them for the script itself. Which variable for a step's number it sets besides, if any, depends on Slurm's version.
 const SBATCH: [(&str, &str); 5] = [
     ("SLURM_PROCID", "0"),
     ("SLURM_NTASKS", "4"),
@@ -202,11 +202,11 @@ fn a_batch_script_that_started_no_step_is_told_to_use_srun() {
         assert!(error.contains("SLURM_PROCID=0 and SLURM_NTASKS=4"), "{error}");
         assert!(error.contains("`srun python train.py`") && error.contains("RANK=0 WORLD_SIZE=1"), "{error}");
     }
-    // Where one task was asked for, that is all; and what is said counts.
+    // A job of one task is a world of one rank; and RANK and WORLD_SIZE, where they are set, are believed.
     let one = [&without(&SBATCH, &["SLURM_NTASKS"])[..], &[("SLURM_NTASKS", "1")]].concat();
     assert_eq!(place_of(&one), (0, 1));
     assert_eq!(place_of(&[&SBATCH[..], &[("RANK", "0"), ("WORLD_SIZE", "1")]].concat()), (0, 1));
-    // A step started in the script, and mpirun there.
+    // A process of a step that the script has started, and one that mpirun has started in the script.
     assert_eq!(place_of(&[&SBATCH[..], &[("SLURM_STEP_ID", "0")]].concat()), (0, 4));
     assert_eq!(place_of(&[&SBATCH[..], &OPEN_MPI].concat()), (1, 2));
 }
@@ -229,7 +229,7 @@ fn two_launchers_that_disagree_are_both_named() {
     }
     let error = place_error(&[&OPEN_MPI, &mpich]);
     assert!(error.contains("OMPI_COMM_WORLD_SIZE=2") && error.contains("PMI_SIZE=8"), "{error}");
-    // Those that say the same agree.
+    // Launchers that say the same do not disagree.
     assert_eq!(place_of(&[&[("RANK", "1"), ("WORLD_SIZE", "2")], &OPEN_MPI[..]].concat()), (1, 2));
 }
 
@@ -238,11 +238,11 @@ fn as_which_rank_a_process_that_is_none_goes_to_rank_0() {
     let disputed = |vars: &[&[(&str, &str)]]| with(&vars.concat(), disputed);
     let pod = |rank| [("RANK", rank), ("WORLD_SIZE", "2")];
     let inner = |rank| [("OMPI_COMM_WORLD_RANK", rank), ("OMPI_COMM_WORLD_SIZE", "2")];
-    // Not as rank 0, which may be there.
+    // It goes as the rank that is not 0, as rank 0 itself may be there.
     assert_eq!(disputed(&[&pod("0"), &inner("1")]), Some((1, 2)));
     assert_eq!(disputed(&[&pod("1"), &inner("0")]), Some((1, 2)));
     assert_eq!(disputed(&[&pod("1"), &inner("1")]), None);
-    // Nobody is rank 0 of the one and of the other.
+    // Worlds of different sizes, and a rank that does not exist: there is no rank 0 to tell.
     assert_eq!(disputed(&[&pod("0"), &[("PMI_RANK", "3"), ("PMI_SIZE", "8")]]), None);
     assert_eq!(disputed(&[&pod("0"), &inner("2")]), None);
     assert_eq!(disputed(&[&pod("0")]), None);
@@ -258,7 +258,7 @@ fn a_launcher_inside_another_one_is_believed() {
         // Or by a script of the user's own.
         assert_eq!(place_of(&[&torchrun[..3], outer].concat()), (5, 8));
     }
-    // mpirun started by srun, whose PMI variables are of the step.
+    // mpirun started by srun, whose PMI variables are those of the step.
     let step = [("PMI_RANK", "0"), ("PMI_SIZE", "1"), ("SLURM_PROCID", "0"), ("SLURM_STEP_NUM_TASKS", "1")];
     assert_eq!(place_of(&[&OPEN_MPI[..], &step].concat()), (1, 2));
 }

@@ -1,4 +1,4 @@
-//! What ranks hear of each other while a world lives, and what is left of it.
+//! What ranks hear of each other while a world lives, and what a world leaves behind.
 
 use std::io::{Read, Write};
 use std::sync::Weak;
@@ -68,7 +68,7 @@ async fn a_death_is_known_to_all_at_once_and_told_once() {
     for survivor in [1, 3] {
         assert_eq!(members[survivor].ears.all().len(), 2, "{:?}", members[survivor].ears.all());
     }
-    // The dead hear nothing; but rank 2, which died a moment after rank 0, may have heard of that.
+    // The dead hear nothing; but rank 2, which died a moment after rank 0, may have heard of rank 0's death.
     assert_eq!(members[0].ears.all(), []);
     let before = members[2].ears.all();
     assert!(before.iter().all(|h| *h == Heard::Lost(0, Lost::Died)), "{before:?}");
@@ -88,7 +88,7 @@ async fn a_goodbye_is_no_loss_and_brings_its_cause() {
     let heard = members[0].ears.all();
     assert!(heard.contains(&Heard::Message(1, Message::Closing { comm: CommId(0), calls: 1 })));
     assert_eq!(heard.len(), 3, "{heard:?}");
-    // Who has left hears nothing, and to leave again changes nothing.
+    // A rank that has left hears nothing, and leaving again changes nothing.
     assert!(members[1].ears.all().is_empty(), "{:?}", members[1].ears.all());
     members[1].mesh.leave(Some(aborted("again")));
     close_all(members).await;
@@ -115,7 +115,7 @@ async fn a_goodbye_arrives_however_much_was_on_its_way_to_the_leaver() {
 async fn a_silent_rank_is_found_and_learns_of_it() {
     let (places, _) = places("127.0.0.1", 3);
     let silent = Duration::from_millis(400);
-    // Rank 0's is everyone's.
+    // Rank 0's heartbeat timeout applies to all ranks.
     let places = places.into_iter().map(|p| if p.rank() == 0 { p.heartbeat(silent) } else { p });
     let members = world(places.collect()).await;
     // Nothing is sent but heartbeats, for much longer than the timeout.
@@ -152,7 +152,7 @@ async fn data_connections_come_with_their_hello_and_nothing_is_lost() {
     let mut text = [0; 11];
     theirs.read_exact(&mut text).unwrap();
     assert_eq!(&text, b"first bytes");
-    // They live longer than the mesh.
+    // The two ends of the connection live longer than the mesh.
     close_all(members).await;
     ours.write_all(b"x").unwrap();
     theirs.read_exact(&mut text[..1]).unwrap();
@@ -201,14 +201,14 @@ fn count_descriptors() {
             match round {
                 0 | 1 => close_all(members).await,
                 2 => members.iter().for_each(|m| m.mesh.kill()),
-                // Dropped without a word.
+                // Dropped, without a call that leaves.
                 3 => drop(members),
                 4 => {
                     for m in &members {
                         m.mesh.leave_blocking(None, Duration::from_millis(1));
                     }
                 }
-                // Given up while others are missing, and a rendezvous that fails.
+                // A join that is given up while others are missing, and a rendezvous that fails.
                 _ => {
                     let alone =
                         tokio::time::timeout(Duration::from_millis(100), join(places[0].clone())).await;
@@ -247,8 +247,8 @@ fn nothing_is_left_behind() {
     assert!(out.status.success() && text.contains("1 passed"), "{text}");
 }
 
-/// A message may be read together with what settled the pair. If nothing follows, the patience for a rank
-/// that still connects to others must not apply.
+/// A message may be read together with the frame that settled the pair. If nothing follows it, the longer patience with a
+/// rank that still connects to others must not apply.
 #[tokio::test]
 async fn a_message_read_early_is_a_sign_of_life() {
     use crate::group::{control, line::LineIn, registration::Heartbeat, wire};
@@ -297,7 +297,7 @@ async fn reader(silent: Duration) -> (crate::group::control::Reader, tokio::net:
     (reader, theirs, ears)
 }
 
-/// A job that is stopped as a whole is woken rank by rank: who wakes first gives the others as long as ever.
+/// A job that is stopped as a whole is woken rank by rank: a rank that wakes first gives the others their full time anew.
 #[tokio::test]
 async fn a_process_that_stood_still_starts_the_time_of_every_rank_anew() {
     use tokio::io::AsyncWriteExt;
@@ -305,7 +305,7 @@ async fn a_process_that_stood_still_starts_the_time_of_every_rank_anew() {
     let (reader, mut theirs, ears) = reader(silent).await;
     let reads = tokio::spawn(reader.run());
     tokio::task::yield_now().await;
-    // This thread is all that there is here of a process.
+    // This thread stands for a whole process here: while it sleeps, the process stands still.
     std::thread::sleep(2 * silent);
     tokio::time::sleep(silent / 4).await;
     assert_eq!(ears.all(), [], "the other rank wakes a little later");
@@ -316,7 +316,7 @@ async fn a_process_that_stood_still_starts_the_time_of_every_rank_anew() {
     reads.abort();
 }
 
-/// A process may end because of what it tells a user, before its control thread has had a turn.
+/// A user who is told of an error may end the process before its control thread has had a turn.
 #[tokio::test]
 async fn what_ends_a_communicator_is_written_by_the_thread_that_says_so() {
     use crate::group::control::{self, Urgency};
@@ -328,7 +328,7 @@ async fn what_ends_a_communicator_is_written_by_the_thread_that_says_so() {
     let (_half, write_half) = Line::Tcp(ours).into_split();
     let outbox = control::Outbox::new();
     let writer = tokio::spawn(control::write(write_half, outbox.clone(), LIMIT * 2));
-    // It begins with a heartbeat.
+    // The writer begins with a heartbeat.
     let (heartbeat, begun) = (wire::encode(&Message::Heartbeat).unwrap(), Instant::now());
     theirs.set_nonblocking(true).unwrap();
     while theirs.peek(&mut [0]).is_err() {

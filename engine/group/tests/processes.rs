@@ -23,7 +23,7 @@ fn connected_over_tcp() -> usize {
     established.filter(|inode| ours.contains(&format!("socket:[{inode}]").into())).count()
 }
 
-/// One rank in a process of its own; what it does at the end is in the environment.
+/// One rank in a process of its own; the environment says what it does at the end.
 #[test]
 #[ignore = "run by the tests below"]
 fn child() {
@@ -41,7 +41,8 @@ fn child() {
             assert_eq!(usize::from(byte[0]), peer.rank);
             assert_ne!(peer.pid, std::process::id());
         }
-        // Nothing between them is a packet, which a rule or an interface could lose: those by which they met are closed soon.
+        // Nothing between the ranks goes as packets, which a firewall or an interface could lose: the TCP connections by which they met are
+        // closed soon.
         let begun = Instant::now();
         while connected_over_tcp() > 0 {
             assert!(begun.elapsed() < LIMIT, "{} connections over TCP", connected_over_tcp());
@@ -62,7 +63,7 @@ fn child() {
             Some((signal, _)) if victim => {
                 tokio::time::sleep(Duration::from_millis(100)).await;
                 kill_process(getpid(), signal).unwrap();
-                // Stopped, woken again: everyone has given this rank up, and says so.
+                // This rank was stopped, and runs again: all others have given it up, and say so.
                 for from in 1..me.mesh.size() {
                     let told = |h: &Heard| matches!(h, Heard::Goodbye(r, Some(Error::PeerLost { rank: 0, .. })) if *r == from);
                     me.ears.hear(told).await;
@@ -72,7 +73,7 @@ fn child() {
                 let begun = Instant::now();
                 let when = me.ears.hear(|h| *h == Heard::Lost(0, how)).await;
                 assert!(when - begun < Duration::from_secs(2));
-                // Long enough for an echo, or for the frozen one to wake.
+                // Long enough for the loss to be reported a second time.
                 tokio::time::sleep(Duration::from_millis(600)).await;
                 let lost = |h: &&Heard| matches!(h, Heard::Lost(..));
                 assert_eq!(me.ears.all().iter().filter(lost).count(), 1, "{:?}", me.ears.all());
@@ -83,7 +84,7 @@ fn child() {
     });
 }
 
-/// Starts ranks; what each says as it ends.
+/// Starts the ranks' processes, whose output `passed` reads.
 fn start(mode: &str, size: usize) -> Vec<Child> {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = listener.local_addr().unwrap().port();

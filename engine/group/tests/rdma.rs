@@ -1,5 +1,5 @@
-//! Whether hosts are to talk by RDMA: what ranks say of themselves, and how all come to one choice. That messages get through is tried by tests of the
-//! command, with the verbs library for tests.
+//! Whether hosts are to talk by RDMA: what ranks say of themselves, and how all come to one choice. That messages get through is shown by tests of the
+//! command (`cli/tests`), with the verbs library for tests.
 
 use tokio::io::AsyncWriteExt;
 
@@ -47,7 +47,7 @@ fn all_hosts_need_a_port_of_one_kind_and_the_first_that_has_none_is_named() {
         true,
         &["rank 1 on host b has card_0", "rank 0 on host a has no port"],
     );
-    // Nobody has any, as on most machines: nothing to speak of, unless a host has a card.
+    // No rank has a port, as on most machines: that is no news, unless a host has a card.
     says(
         vec![none("a", "no library"), none("b", "no library")],
         false,
@@ -103,8 +103,8 @@ async fn where_a_port_cannot_be_opened_all_ranks_take_tcp() {
     close_all(members).await;
 }
 
-/// A rank on a host of its own that says it has a port, registers, and connects to ranks 0 and 1, and does not say that it is connected to all. Dropped
-/// are its life, then its connections.
+/// A rank on a host of its own that says it has a port, registers, and connects to ranks 0 and 1, but does not say that it is connected to all. The value
+/// returned, when dropped, first closes the rank's connection to rank 0, whose end counts as the rank's death, and then its other connections.
 async fn not_connected_yet(at: SocketAddr) -> impl Sized {
     let nobody = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
     let rdma = Some(end("c", port("RoCE v2", 4096)));
@@ -133,7 +133,7 @@ fn two_of_three() -> ([tokio::task::JoinHandle<Result<Member, Error>>; 2], Socke
 async fn who_waits_for_the_choice_hears_that_another_rank_gave_up() {
     let (joining, at) = two_of_three();
     let third = not_connected_yet(at).await;
-    // Ranks 0 and 1 are connected to all by now, or will be soon: nothing else is left but the choice.
+    // Ranks 0 and 1 are connected to all by now, or will be soon: then they wait for the choice alone.
     tokio::time::sleep(Duration::from_millis(100)).await;
     assert!(joining.iter().all(|rank| !rank.is_finished()), "they wait for rank 2");
     let died = Instant::now();

@@ -1,4 +1,4 @@
-//! The port of a network card that a rank's links go over, opened.
+//! An opened port of a network card, over which all RDMA links of a rank go.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -17,12 +17,12 @@ use super::wishes::Wishes;
 use crate::error::Error;
 use crate::link::region::Region;
 
-/// What Soft-RoCE says as its maker (`RXE_VENDOR_ID`). There 7 retries are tried for ever.
+/// The vendor that Soft-RoCE names (`RXE_VENDOR_ID`). With a retry count of 7, Soft-RoCE sends a packet again for ever.
 const SOFT_ROCE: u32 = 0xff_ffff;
-/// Kernels before this one move memory that is registered when a process forks.
+/// On kernels before this version, a fork moves registered memory away from the device.
 const FORK_SAFE: (u32, u32) = (5, 12);
 
-/// What queue pairs are set to.
+/// The settings of the queue pairs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Tuning {
     pub(super) timeout: u8,
@@ -33,8 +33,8 @@ pub(super) struct Tuning {
 }
 
 impl Tuning {
-    /// A card sends a packet again after about a second (code 18), seven times; Soft-RoCE after 67 ms (code 14), six times. So a path that is lost is told
-    /// after some seconds, or half of one.
+    /// A card sends an unacknowledged packet again after about a second (code 18), seven times; Soft-RoCE after 67 ms (code 14), six times. So
+    /// a lost path is reported after some seconds by a card, and after half a second by Soft-RoCE.
     fn of(wishes: &Wishes, vendor: u32) -> Tuning {
         let (timeout, retry) = if vendor == SOFT_ROCE { (14, 6) } else { (18, 7) };
         Tuning {
@@ -47,7 +47,7 @@ impl Tuning {
     }
 }
 
-/// An open port, and the memory of the rank's that goes with it. A rank has one; its links share it.
+/// An open port, and the rank's memory that is registered for it. A rank has at most one `Card`, which all its RDMA links share.
 pub(crate) struct Card {
     domain: Arc<Domain>,
     events: Arc<Events>,
@@ -60,9 +60,9 @@ pub(crate) struct Card {
     region: Arc<Region>,
     /// The region's staging slots, registered when the first link is opened.
     slots: Mutex<Option<Arc<Registered>>>,
-    /// Bytes of receive areas.
+    /// Bytes of all receive areas.
     areas: AtomicUsize,
-    /// How many there may be before a new link gets no slots and is a narrow one, which takes 16 KB at its two ends.
+    /// From so many bytes of receive areas on, a new link gets no slots: it is narrow, and takes 16 KB at its two ends together.
     most_areas: usize,
 }
 
@@ -80,14 +80,17 @@ impl Card {
         };
         survive_forks(verbs).map_err(failed)?;
         if port.gid > u8::MAX.into() {
-            return Err(failed(format!("its address has index {}, above 255; name another one", port.gid)));
+            return Err(failed(format!(
+                "its GID has index {}, above 255; name another one by ALLSTREAM_RDMA_GID",
+                port.gid
+            )));
         }
         let open = || -> Result<_, VerbsError> {
             let domain = Arc::new(Domain::open(verbs, &port.device)?);
             let events = Events::of(&domain, &port.device, port.port)?;
             let limits = domain.attributes()?;
             let attributes = domain.port(port.port)?;
-            let gid = domain.gid(port.port, port.gid)?;
+            let gid = domain.gid(limits.phys_port_cnt, port.port, port.gid)?;
             Ok((domain, events, limits, attributes, gid))
         };
         let (domain, events, limits, attributes, gid) = open().map_err(|error| failed(error.to_string()))?;
@@ -111,7 +114,7 @@ impl Card {
         &self.domain
     }
 
-    /// What the device has told of itself.
+    /// The device's events, which tell of its failures.
     pub(super) fn events(&self) -> &Arc<Events> {
         &self.events
     }
@@ -141,12 +144,12 @@ impl Card {
         &self.region
     }
 
-    /// The port, for people.
+    /// The port, for messages to people.
     pub(super) fn place(&self) -> String {
         format!("{} port {} ({})", self.port.device, self.port.port, self.port.address)
     }
 
-    /// What one end of a link tells the other of this port.
+    /// What this end of a link tells the other end about itself and its port.
     pub(super) fn hello(&self, pair: u32, first_packet: u32, slots: u32, area: Option<Area>) -> Hello {
         Hello {
             layer: self.port.layer,
@@ -173,18 +176,18 @@ impl Card {
         }
     }
 
-    /// How many slots a sender can have under way at once: its queue has to take all their requests.
+    /// How many slots a sender can have under way at once, as its queue has to take the requests for all of them.
     pub(super) fn slots_to_send(&self, max_message: u32) -> u32 {
         let pieces = cut(LARGEST, max_message).0 as u32;
         (self.most_requests.saturating_sub(CELLS as u32) / pieces).clamp(1, MOST_SLOTS)
     }
 
-    /// Requests that a sender's queue has to take.
+    /// How many requests a sender's queue has to take, with so many slots.
     pub(super) fn requests_to_send(&self, slots: u32, max_message: u32) -> u32 {
         requests(slots, max_message)
     }
 
-    /// Memory for what one peer sends over one link, with as many slots as it wants, or fewer where the rank's areas are large already.
+    /// Memory for what one peer sends over one link, with `wanted` slots, or fewer if the rank's areas take much memory already.
     pub(super) fn area(self: &Arc<Self>, wanted: u32) -> Result<ReceiveArea, Error> {
         let used = self.areas.load(Ordering::Relaxed);
         let granted = grant(used, self.most_areas).min(wanted);
@@ -201,7 +204,7 @@ impl Card {
     }
 }
 
-/// How many slots the next link gets where so many bytes of `most` are in use. None: it is a narrow one.
+/// How many slots the next link gets when the areas use `used` of at most `most` bytes. With 0 slots the link is narrow.
 fn grant(used: usize, most: usize) -> u32 {
     match used {
         used if used < most / 2 => MOST_SLOTS,
@@ -213,7 +216,7 @@ fn grant(used: usize, most: usize) -> u32 {
 
 /// The receive area of a link.
 pub(super) struct ReceiveArea {
-    /// Until it is left behind.
+    /// `None` once the memory was left to the device (`leave`).
     memory: Option<Registered>,
     pub(super) slots: u32,
     card: Arc<Card>,
@@ -224,7 +227,7 @@ impl ReceiveArea {
         self.memory.as_ref()
     }
 
-    /// The device may write to it for good: it is not used for anything else.
+    /// The device may write to the memory for ever, so it stays mapped and is never used for anything else.
     pub(super) fn leave(&mut self) {
         std::mem::forget(self.memory.take());
     }
@@ -236,18 +239,18 @@ impl Drop for ReceiveArea {
     }
 }
 
-/// Requests that a sender's queue has to take, if it sends to so many slots; to none over a narrow link.
+/// How many requests a sender's queue has to take, if it sends to so many slots; 0 for a narrow link.
 fn requests(slots: u32, max_message: u32) -> u32 {
     CELLS as u32 + (slots * cut(LARGEST, max_message).0 as u32).max(PIECES as u32)
 }
 
-/// How many requests a queue may have; or that these are too few for a frame.
+/// How many requests a queue may have; an error if a frame needs more.
 fn most_requests(limits: &IbvDeviceAttr, max_message: u32) -> Result<u32, String> {
     let most = u32::try_from(limits.max_qp_wr).unwrap_or(0);
     let needed = requests(1, max_message);
     if most < needed {
         return Err(format!(
-            "its queues take {most} requests, and messages of {max_message} bytes at most: {needed} are needed for a frame of {LARGEST} bytes"
+            "a queue pair takes {most} requests of {max_message} bytes at most, and a frame of {LARGEST} bytes needs {needed} of them"
         ));
     }
     if limits.max_sge < 2 {
@@ -256,14 +259,14 @@ fn most_requests(limits: &IbvDeviceAttr, max_message: u32) -> Result<u32, String
     Ok(most)
 }
 
-/// Before kernel 5.12 memory that is registered is kept from children of a fork, which moves it otherwise.
+/// On a kernel before 5.12, has libibverbs keep registered memory out of forked children, as a fork would otherwise move that memory.
 fn survive_forks(verbs: &Verbs) -> Result<(), String> {
     let system = rustix::system::uname();
     let release = system.release().to_string_lossy();
     if version(&release).is_some_and(|version| version >= FORK_SAFE) {
         return Ok(());
     }
-    // SAFETY: takes nothing; it may be called at any time, and fails where it comes too late.
+    // SAFETY: the function takes no arguments and may be called at any time; it fails if that is too late.
     unsafe { verbs.fork_init() }.map_err(|error| {
         format!("kernel {release} moves registered memory when a process forks (5.12 does not), and {error}")
     })
@@ -278,24 +281,26 @@ fn version(release: &str) -> Option<(u32, u32)> {
 impl Domain {
     fn port(&self, number: u8) -> Result<IbvPortAttr, VerbsError> {
         let mut attributes = IbvPortAttr::default();
-        // SAFETY: the device is open; room for what is written, as in `allstream_sys`'s `Context::port`.
+        // SAFETY: the device is open, and `attributes` has room for what the call writes, as in `allstream_sys`'s `Context::port`.
         unsafe { self.verbs.query_port(self.context(), number, &raw mut attributes) }?;
         Ok(attributes)
     }
 
-    /// An address of a port, by its index.
-    fn gid(&self, port: u8, index: u32) -> Result<[u8; 16], VerbsError> {
-        let room = usize::try_from(self.port(port)?.gid_tbl_len).unwrap_or(0).clamp(1, 1 << 12);
-        let ports = usize::from(self.attributes()?.phys_port_cnt.max(1));
-        let mut entries = vec![allstream_sys::verbs::IbvGidEntry::default(); room * ports + 1];
+    /// An address of a port, by its index. The call fills one table with the addresses of all of the device's ports.
+    fn gid(&self, ports: u8, port: u8, index: u32) -> Result<[u8; 16], VerbsError> {
+        let mut room = 1;
+        for port in 1..=ports {
+            room += usize::try_from(self.port(port)?.gid_tbl_len).unwrap_or(0).min(1 << 12);
+        }
+        let mut entries = vec![allstream_sys::verbs::IbvGidEntry::default(); room];
         let size = size_of::<allstream_sys::verbs::IbvGidEntry>();
-        // SAFETY: the device is open; room for so many entries of this size. No flag is known.
+        // SAFETY: the device is open, and `entries` has room for so many entries of this size. The flags are 0: none is defined.
         let count = unsafe {
             self.verbs.query_gid_table(self.context(), entries.as_mut_ptr(), entries.len(), 0, size)
         }?;
         entries.truncate(usize::try_from(count).unwrap_or(0));
         let found = entries.iter().find(|e| e.port_num == u32::from(port) && e.gid_index == index);
-        // It was there a moment ago, when it was chosen.
+        // The address is missing only if it went in the moment since it was chosen.
         found
             .map(|entry| entry.gid.raw)
             .ok_or(VerbsError { call: "_ibv_query_gid_table", code: Errno::ADDRNOTAVAIL.raw_os_error() })
@@ -324,7 +329,7 @@ mod tests {
         let used = [0, AREAS / 2, AREAS / 4 * 3, AREAS, 2 * AREAS];
         assert_eq!(used.map(|used| grant(used, AREAS)), [8, 4, 2, 0, 0]);
         assert_eq!(grant(0, 0), 0, "a user who grants no memory has narrow links alone");
-        // A rank of 8 with 100 groups: its areas, and the cells that its links send from, beside 4 MB of staging slots.
+        // What a rank of 8 with 100 groups registers: its areas, and the cells that its links send from; 4 MB of staging slots come on top.
         let links = 7 * 100;
         let mut used = 0;
         for _ in 0..links {

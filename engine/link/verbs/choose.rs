@@ -1,4 +1,4 @@
-//! Which ports, and which address of each: a function of what a host is like and what its user has said.
+//! Chooses ports, and an address of each: a function of what the host has ([`Facts`]) and what its user has said ([`Wishes`]).
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -11,28 +11,28 @@ use super::wishes::{DEVICE, GID, MEMORY, Wishes};
 
 /// Bytes of memory that a rank registers for what its peers send, unless the user says otherwise (`ALLSTREAM_RDMA_MEMORY`).
 pub(super) const AREAS: usize = 40 << 20;
-/// What a rank has to be able to register beside that, which locks the memory: staging slots, narrow links, and the queues of the device.
+/// Bytes that a rank must be able to lock besides, as registering memory locks it: for staging slots, narrow links, and the device's queues.
 const OTHERS: usize = 24 << 20;
 
 /// The RDMA of this host: what can carry links to other hosts, and what cannot. Links go over the first port.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Rdma {
-    /// libibverbs, as the system found it.
+    /// The file from which libibverbs was loaded.
     pub library: String,
     /// The ports that can be used, the best first: one at least, all InfiniBand or all RoCE.
     pub ports: Vec<RdmaPort>,
-    /// What else there is, and why it is not used.
+    /// The other devices, ports and addresses of this host, and why they are not used.
     pub passed_over: Vec<PassedOver>,
 }
 
-/// How the hosts behind a port are reached.
+/// The kind of network behind a port.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum RdmaLayer {
     /// InfiniBand.
     InfiniBand,
-    /// Ethernet: RDMA in packets of UDP.
+    /// Ethernet: RDMA in UDP packets.
     RoceV2,
 }
 
@@ -45,7 +45,7 @@ impl fmt::Display for RdmaLayer {
     }
 }
 
-/// A port of a network card that can be used, and the address that is taken of it.
+/// A port of a network card that can be used, and the one of its addresses that is used.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct RdmaPort {
@@ -53,17 +53,17 @@ pub struct RdmaPort {
     pub device: String,
     /// The port, from 1.
     pub port: u8,
-    /// What it speaks.
+    /// The kind of network behind it.
     pub layer: RdmaLayer,
     /// The index of the address in the port's table (GID).
     pub gid: u32,
     /// The address.
     pub address: IpAddr,
-    /// The interface that the address is of, where one of this host has it.
+    /// The network interface that has the address, if this process sees it.
     pub interface: Option<String>,
-    /// Bytes of data in a packet, at most...
+    /// Bytes of data in a packet, at most, as the network is set up.
     pub mtu: u32,
-    /// ...and what the port could do, were its network set up for it.
+    /// The same, if the network were set up for the most that the port can do.
     pub max_mtu: u32,
     /// Bytes of the largest message.
     pub max_message: u32,
@@ -79,7 +79,7 @@ impl fmt::Display for RdmaPort {
         write!(f, ", MTU {}", self.mtu)?;
         if self.mtu < self.max_mtu {
             write!(f, " (the port can do {}", self.max_mtu)?;
-            // What goes around the data in a packet fits in the hundred bytes between the two.
+            // An interface's MTU counts a packet's headers too, which fit in 104 bytes.
             match self.layer {
                 RdmaLayer::RoceV2 => {
                     write!(
@@ -101,7 +101,7 @@ impl fmt::Display for RdmaPort {
 pub struct PassedOver {
     /// A device, a port, or addresses of a port.
     pub what: String,
-    /// Why, and what to do if it should be.
+    /// Why it is not used, and what to do if it should be.
     pub why: String,
 }
 
@@ -111,7 +111,8 @@ impl fmt::Display for PassedOver {
     }
 }
 
-/// How well an address suits, the best first: by where the other ranks reach this host, by its family, by its index.
+/// How well an address suits: the best compares as the least. What counts first is how near it is to where the other ranks reach this host,
+/// then its family, then its index.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Suits {
     place: Place,
@@ -123,11 +124,11 @@ struct Suits {
 enum Place {
     /// The very address at which the other ranks reach this host.
     There,
-    /// On the same interface.
+    /// Another address of the same interface.
     Beside,
-    /// On another interface of this host.
+    /// An address of another interface of this host.
     Elsewhere,
-    /// On none that this process sees.
+    /// An address of no interface that this process sees.
     Nowhere,
 }
 
@@ -138,17 +139,17 @@ enum Family {
     LinkLocal,
 }
 
-/// What the choice on one port depends on, beside the port.
+/// What the choice of a port's address depends on, besides the port.
 struct Around<'a> {
     interfaces: &'a [Interface],
-    /// At which addresses the other ranks reach this host.
+    /// The addresses at which the other ranks reach this host.
     near: &'a [IpAddr],
     gid: Option<u32>,
 }
 
 impl Around<'_> {
-    /// The interface that an address is of. Its number is believed only where the address is made from the card's own, and so may not be
-    /// among those of the interface: in a container it may be the number of an interface of the host's.
+    /// The interface that has a GID's address. Only for a link-local address is the interface number in the GID enough: such an address is made
+    /// from the card's own, so the interface need not list it. Otherwise the address must match, as a container may see the host's numbers.
     fn interface(&self, gid: &Gid) -> Option<&Interface> {
         let has = |own: &&Interface| {
             own.ip == gid.ip() && (own.index == gid.interface || own.index == 0 || gid.interface == 0)
@@ -175,7 +176,7 @@ impl Around<'_> {
         Suits { place, family, index: gid.index }
     }
 
-    /// Why one address was taken and not another, which suits less.
+    /// Why `other` was not taken: it suits less than the address that was.
     fn less(&self, taken: Suits, other: &Gid) -> &'static str {
         let suits = self.suits(other);
         match (suits.place, suits.family) {
@@ -190,7 +191,7 @@ impl Around<'_> {
                 "an address of IPv6, and those of IPv4 come first"
             }
             _ if suits.place > taken.place => "not the address at which the other ranks reach this host",
-            _ => "as good as the one taken, and behind it in the table",
+            _ => "as good as the one taken, which comes first in the port's table",
         }
     }
 }
@@ -205,7 +206,7 @@ fn listed(gids: &[&Gid]) -> String {
     if numbers.is_empty() { "none".into() } else { numbers.join(", ") }
 }
 
-/// What a port of which a device's driver says nothing speaks.
+/// The kind of network behind a port. Where the driver does not say (`UNSPECIFIED`), it is InfiniBand.
 fn layer(device: &Device, port: &Found) -> Result<RdmaLayer, String> {
     match (port.layer, device.transport) {
         (LinkLayer::ETHERNET, _) => Ok(RdmaLayer::RoceV2),
@@ -229,7 +230,7 @@ fn is_up(layer: RdmaLayer, state: PortState) -> Result<(), String> {
     })
 }
 
-/// The address to be taken of those that a port has, and those that are passed over, by the reason.
+/// The one of a port's addresses that is taken, and those that are passed over, by the reason.
 type Taken<'a> = (&'a Gid, BTreeMap<&'static str, Vec<&'a Gid>>);
 
 fn address<'a>(around: &Around<'_>, layer: RdmaLayer, gids: &'a [Gid]) -> Result<Taken<'a>, String> {
@@ -247,7 +248,7 @@ fn address<'a>(around: &Around<'_>, layer: RdmaLayer, gids: &'a [Gid]) -> Result
         return Err(format!("{problem}; it has of {layer}: {}", listed(&fit)));
     }
     let best = match layer {
-        // The first is the port's own there; others belong to what a hypervisor has made of the port.
+        // On InfiniBand the first address is the port's own; the others belong to virtual ports that a hypervisor has made of it.
         RdmaLayer::InfiniBand => fit.iter().min_by_key(|gid| gid.index),
         RdmaLayer::RoceV2 => fit.iter().min_by_key(|gid| around.suits(gid)),
     };
@@ -274,7 +275,7 @@ fn address<'a>(around: &Around<'_>, layer: RdmaLayer, gids: &'a [Gid]) -> Result
     Ok((best, passed_over))
 }
 
-/// A port that can be used, how well its address suits, and what of its addresses is passed over; or why it cannot be.
+/// A port that can be used, how well its address suits, and which of its addresses are passed over; or why the port cannot be used.
 fn usable(
     around: &Around<'_>,
     device: &Device,
@@ -283,9 +284,12 @@ fn usable(
 ) -> Result<(RdmaPort, Suits, Vec<PassedOver>), String> {
     let layer = layer(device, port)?;
     is_up(layer, port.state)?;
-    let mtu = port.mtu.bytes().ok_or_else(|| format!("it tells an MTU that is none ({})", port.mtu.0))?;
+    let mtu = port
+        .mtu
+        .bytes()
+        .ok_or_else(|| format!("it reports an MTU code that does not exist ({})", port.mtu.0))?;
     if port.max_message == 0 {
-        return Err("it takes no messages: its largest has 0 bytes".into());
+        return Err("it reports 0 bytes as its largest message".into());
     }
     let (gid, unused) = address(around, layer, &port.gids)?;
     let unused = unused.into_iter().map(|(why, gids)| PassedOver {
@@ -306,7 +310,7 @@ fn usable(
     Ok((usable, around.suits(gid), unused.collect()))
 }
 
-/// Chooses. `near` are the addresses at which the other ranks reach this host, as far as that is known.
+/// Chooses the ports. `near` are the addresses at which the other ranks reach this host, as far as they are known.
 ///
 /// # Errors
 /// Why nothing can be used, and what to do.
@@ -329,7 +333,7 @@ pub(crate) fn choose(library: &str, facts: &Facts, wishes: &Wishes, near: &[IpAd
             Err(why) => passed_over.push(refused(why)),
         }
     }
-    // Sorting keeps the order of the devices where nothing else decides.
+    // The sort is stable: where nothing else decides, the order of the devices stays.
     usables.sort_by_key(|(place, port, suits, _)| (*place, port.layer != RdmaLayer::InfiniBand, suits.place));
     let mut chosen: Vec<RdmaPort> = Vec::new();
     for (_, port, _, unused) in usables {
@@ -353,7 +357,7 @@ pub(crate) fn choose(library: &str, facts: &Facts, wishes: &Wishes, near: &[IpAd
     Ok(Rdma { library: library.to_owned(), ports: chosen, passed_over })
 }
 
-/// That all devices and ports are there that the user has named, but for those that were only to be left out.
+/// Checks that all devices and ports exist that the user has named for use. Those named to be left out need not exist.
 fn are_there(facts: &Facts, wishes: &Wishes) -> Result<(), String> {
     let Some(named) = wishes.devices.as_ref().filter(|named| !named.all_but) else { return Ok(()) };
     for name in &named.names {
@@ -382,7 +386,7 @@ fn are_there(facts: &Facts, wishes: &Wishes) -> Result<(), String> {
     Ok(())
 }
 
-/// Where a port comes in the order that the user has named; or that it does not.
+/// The place of a port in the order that the user has named; an error if the user has left it out.
 fn wished(wishes: &Wishes, device: &str, port: u8) -> Result<usize, String> {
     let Some(named) = &wishes.devices else { return Ok(0) };
     let at = named.names.iter().position(|name| name.means(device, port));
@@ -393,10 +397,10 @@ fn wished(wishes: &Wishes, device: &str, port: u8) -> Result<usize, String> {
     }
 }
 
-/// A port's device and number, and what it said of itself.
+/// A port's device and number, and what the port said of itself.
 type Asked<'a> = (&'a Device, u8, Result<Found, String>);
 
-/// The ports of all devices that speak what is used here; the other devices are passed over.
+/// The ports of all devices that speak InfiniBand or RoCE; the other devices are put in `passed_over`.
 fn ports<'a>(facts: &'a Facts, passed_over: &mut Vec<PassedOver>) -> Vec<Asked<'a>> {
     let mut all = Vec::new();
     for device in &facts.devices {
@@ -414,7 +418,7 @@ fn ports<'a>(facts: &'a Facts, passed_over: &mut Vec<PassedOver>) -> Vec<Asked<'
     all
 }
 
-/// What to do where the files are missing through which devices are reached.
+/// What to do if the files are missing through which devices are reached.
 fn about_files(facts: &Facts) -> &'static str {
     if facts.has_device_files {
         ""
@@ -435,7 +439,7 @@ fn unlisted(facts: &Facts) -> Vec<PassedOver> {
     facts.unlisted.iter().map(pass).collect()
 }
 
-/// That nothing can be used.
+/// Says that nothing can be used, and why.
 fn nothing(passed_over: &[PassedOver], facts: &Facts) -> String {
     if passed_over.is_empty() {
         return format!(
@@ -452,7 +456,7 @@ fn nothing(passed_over: &[PassedOver], facts: &Facts) -> String {
     format!("no port can be used: {}", each.join("; "))
 }
 
-/// That this process may register the memory that it would need.
+/// Checks that this process may lock the memory that it would register.
 fn may_lock(locked: Locked, port: &RdmaPort, areas: usize) -> Result<(), String> {
     let needed = areas.saturating_add(OTHERS) as u64;
     match locked {

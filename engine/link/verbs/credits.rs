@@ -1,27 +1,27 @@
 //! How many frames may be under way on a link, counted at both ends. Plain numbers: nothing here touches memory or a device.
 //!
-//! A receiver has [`CELLS`] cells for headers and small payloads, and fewer slots for large payloads. Frame *n* takes cell *n* modulo [`CELLS`], and
-//! the *m*-th large frame slot *m* modulo their number, so both ends know where a frame lies without being told. The sender posts a frame only when
-//! the receiver has told that it released the one that was in the place before, so that nothing unread is ever written over, and the receiver, which
-//! has a receive request posted for each cell and each piece (`pieces.rs`), is never found without one.
+//! A receiver has [`CELLS`] cells for headers and small payloads, and fewer slots for large payloads. Frame *n* takes cell *n* modulo [`CELLS`],
+//! and the *m*-th large frame takes slot *m* modulo the number of slots, so both ends know where a frame lies without being told. The sender posts
+//! a frame only when the receiver has said that it released the frame that was in the same place before. So nothing unread is ever overwritten,
+//! and no message finds the receiver without a receive request: it has one posted for each cell and each piece (`pieces.rs`).
 
-/// Frames that the receiver has not released, at most.
+/// The most frames that are posted and that the receiver has not released.
 pub(super) const CELLS: u64 = 16;
-/// Slots for large payloads, at most. Eight of 128 KB are what a path of 100 Gbit/s holds in 80 microseconds.
+/// The most slots for large payloads. Eight slots of 128 KB hold what a path of 100 Gbit/s carries in about 80 microseconds.
 pub(super) const MOST_SLOTS: u32 = 8;
 
-/// In the number that comes with a frame: its payload lies in a slot, or has come in pieces.
+/// Set in the number that comes with a frame whose payload lies in a slot, or has come in pieces.
 const LARGE: u32 = 1 << 31;
-/// In the number that comes with a message: it is a piece of a large frame, and not the last.
+/// Set in the number that comes with a message which is a piece of a large frame, and not the last piece.
 pub(super) const PART: u32 = 1 << 30;
-/// What is left of it for a frame's number.
+/// The bits that are left for the frame's own number.
 const NUMBER: u32 = PART - 1;
-/// In a note to the sender: it counts pieces that were copied, and not frames that were released.
+/// Set in a note to the sender that counts copied pieces, and not released frames.
 const COPIED: u32 = 1 << 31;
-/// What is left of it for the count.
+/// The bits of a note that are left for the count.
 pub(super) const COUNT: u32 = COPIED - 1;
 
-/// What comes with a message to the receiver.
+/// What the number that comes with a message tells the receiver.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Came {
     /// A frame, or the last piece of one.
@@ -39,7 +39,7 @@ impl Came {
     }
 }
 
-/// What the receiver tells the sender: a count, since the link was opened.
+/// What the receiver tells the sender: how many frames it has released, or how many pieces it has copied, since the link was opened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Note {
     Released(u32),
@@ -81,7 +81,7 @@ impl Large {
     }
 }
 
-/// Frames, and the large ones of them.
+/// How many frames, and how many of them are large.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Count {
     all: u64,
@@ -99,13 +99,13 @@ pub(super) struct Place {
 /// The sender's side.
 #[derive(Debug)]
 pub(super) struct Sender {
-    /// What the receiver granted.
+    /// How many slots the receiver granted; 1 on a narrow link.
     slots: u64,
     large: Large,
     posted: Count,
-    /// Those that the device is done with: their sources are free.
+    /// The frames that the device is done with: their sources are free.
     gone: Count,
-    /// Those that the receiver said to have released.
+    /// The frames that the receiver has said it released.
     released: Count,
 }
 
@@ -122,7 +122,7 @@ impl Sender {
         is_free(self.gone) && is_free(self.released)
     }
 
-    /// A frame is posted: where it goes, and the number that goes with it. Only where there is room.
+    /// Counts a frame as posted. Returns where it goes, and the number that goes with it. To be called only if there is room.
     pub(super) fn post(&mut self, large: bool) -> (Place, u32) {
         let Count { all, large: before } = self.posted;
         self.large.set(all, large);
@@ -131,7 +131,7 @@ impl Sender {
         (Place { cell: all % CELLS, slot: large.then(|| before % self.slots) }, number)
     }
 
-    /// The device is done with the oldest frame that it was not done with.
+    /// The device is done with one more frame: the oldest of those that it was not done with.
     pub(super) fn is_done_with_next(&mut self) {
         if self.gone.all < self.posted.all {
             self.gone.large += u64::from(self.large.is(self.gone.all));
@@ -167,7 +167,7 @@ impl Sender {
 pub(super) struct Receiver {
     slots: u64,
     large: Large,
-    /// Bytes of the last piece of each frame that has come and was not released.
+    /// For each frame that has come and was not released: bytes of the message that brought its number.
     bytes: [u32; CELLS as usize],
     come: Count,
     released: Count,
@@ -188,7 +188,7 @@ impl Receiver {
         }
     }
 
-    /// A frame has come with this number; the request that carried the number carried so many bytes.
+    /// A frame has come with this number. The message that brought the number, the frame's last, has so many bytes.
     pub(super) fn came(&mut self, (number, large): (u32, bool), bytes: u32) -> Result<(), String> {
         let Count { all, large: before } = self.come;
         let expected = all as u32 & NUMBER;
@@ -212,7 +212,7 @@ impl Receiver {
         Ok(())
     }
 
-    /// The oldest frame that has come and was not released: where it lies, and the bytes that came with its number.
+    /// The oldest frame that has come and was not released: where it lies, and the bytes of the message that brought its number.
     pub(super) fn head(&self) -> Option<(Place, u32)> {
         let Count { all, large } = self.released;
         let cell = all % CELLS;
@@ -220,7 +220,7 @@ impl Receiver {
         (all < self.come.all).then(|| (place, self.bytes[cell as usize]))
     }
 
-    /// It is released.
+    /// The oldest frame is released.
     pub(super) fn release(&mut self) {
         if self.released.all < self.come.all {
             self.released.large += u64::from(self.large.is(self.released.all));
@@ -228,14 +228,14 @@ impl Receiver {
         }
     }
 
-    /// Whether the sender should be told: it has half of what it may have under way to post. One that waits for room hears before it has none left to
-    /// wait for: what it has posted is released sooner or later, and then half is reached.
+    /// Whether the sender is to be told now: half of its cells, or half of its slots, were released since it was last told. A sender that waits
+    /// for room always hears of some: all that it has posted is released sooner or later, and that is at least half.
     pub(super) fn owes(&self) -> bool {
         let half = (self.slots / 2).max(1);
         self.released.all - self.told.all >= CELLS / 2 || self.released.large - self.told.large >= half
     }
 
-    /// What the sender is told now.
+    /// Returns what the sender is told now: how many frames were released in all.
     pub(super) fn tell(&mut self) -> u32 {
         self.told = self.released;
         self.released.all as u32
@@ -302,7 +302,7 @@ mod tests {
                 4 if !self.notes.is_empty() => self.tx.told(self.notes.remove(0)).unwrap(),
                 _ => {}
             }
-            // As many receive requests as the two ends have posted for each other are never exceeded.
+            // Neither end ever sends more messages than the other has receive requests posted.
             assert!(self.frames.len() <= CELLS as usize && self.notes.len() <= CELLS as usize);
         }
     }
@@ -312,7 +312,7 @@ mod tests {
         fn nothing_is_written_over_and_both_ends_agree(slots in 1u32..=MOST_SLOTS, steps in proptest::collection::vec(any::<u8>(), 0..2000)) {
             let mut both = Both::new(slots);
             steps.into_iter().for_each(|what| both.step(what));
-            // Whatever came before: when all that is under way is dealt with, there is room again.
+            // Whatever the steps were: once all that is under way has been dealt with, there is room again.
             for _ in 0..200 {
                 (2..5).for_each(|what| both.step(what));
             }

@@ -21,19 +21,19 @@ pub(crate) fn registered_bytes() -> usize {
     REGISTERED.load(Ordering::Relaxed)
 }
 
-/// Whether a call that does not block has nothing yet.
+/// Whether a non-blocking call failed only because there is nothing yet, or because a signal interrupted it.
 pub(super) fn is_not_yet(error: &VerbsError) -> bool {
     [Errno::AGAIN, Errno::INTR].into_iter().any(|errno| errno.raw_os_error() == error.code)
 }
 
-/// An open device with a protection domain: queue pairs and memory of one domain go together, and no others.
+/// An open device with a protection domain: a queue pair can only use memory that is registered in its own domain.
 pub(super) struct Domain {
     pub(super) verbs: &'static Verbs,
     context: NonNull<IbvContext>,
     domain: NonNull<IbvPd>,
 }
 
-// SAFETY: the library's own handles, which any thread may use: libibverbs locks what it changes.
+// SAFETY: both pointers are handles of libibverbs, which any thread may use: the library locks what it changes.
 unsafe impl Send for Domain {}
 // SAFETY: as above.
 unsafe impl Sync for Domain {}
@@ -50,7 +50,7 @@ impl Domain {
         match domain.map(NonNull::new) {
             Ok(Some(domain)) => Ok(Domain { verbs, context, domain }),
             failed => {
-                // SAFETY: open, closed once; nothing was made on it.
+                // SAFETY: the context is open, is closed only here, and nothing was made on it.
                 let _ = unsafe { verbs.close_device(context.as_ptr()) };
                 Err(failed.err().unwrap_or(gone))
             }
@@ -68,9 +68,9 @@ impl Domain {
     /// The device's limits.
     pub(super) fn attributes(&self) -> Result<IbvDeviceAttr, VerbsError> {
         let mut attributes = std::mem::MaybeUninit::<IbvDeviceAttr>::zeroed();
-        // SAFETY: the device is open; room for what is written.
+        // SAFETY: the device is open, and `attributes` has room for what the call writes.
         unsafe { self.verbs.query_device(self.context(), attributes.as_mut_ptr()) }?;
-        // SAFETY: numbers and arrays of numbers, for which zero is a value.
+        // SAFETY: the structure consists of numbers and arrays of numbers, for which zero is a valid value.
         Ok(unsafe { attributes.assume_init() })
     }
 }
@@ -78,10 +78,10 @@ impl Domain {
 impl Drop for Domain {
     fn drop(&mut self) {
         if forked::is_forked() {
-            return; // the device is the parent's: to close it here would take it from there
+            return; // the device is the parent's: freeing its domain here would free it for the parent too
         }
-        // SAFETY: all that was made of it holds it, and is gone: this is the last use. Where a call fails, something of the device is left to the end
-        // of the process, and nobody could do anything about it.
+        // SAFETY: whatever was made in this domain holds an `Arc` of it while in use, so this is the last use of both handles. If a call fails, what it
+        // should have freed stays until the process ends: nobody could do anything about that.
         unsafe {
             let _ = self.verbs.dealloc_pd(self.domain());
             let _ = self.verbs.close_device(self.context());
@@ -89,16 +89,16 @@ impl Drop for Domain {
     }
 }
 
-/// What memory is registered, and what keeps it mapped.
+/// Which memory is registered, and what keeps it mapped.
 enum Memory {
-    /// A mapping of its own.
+    /// A mapping that `Registered::new` made for it.
     Own,
-    /// A part of a region.
+    /// A part of this region, which keeps it mapped.
     OfRegion(#[allow(dead_code)] Arc<Region>),
 }
 
-/// Registered memory. It is shared between processes as a mapping, so that a fork leaves it where it is: of private memory a child's first write would
-/// move this process's pages away from under the device.
+/// Registered memory. It is a shared mapping, so that a fork leaves its pages in place: in a private mapping, copy-on-write could give this process a
+/// copy of a page after a fork, while the device went on using the old page.
 pub(super) struct Registered {
     domain: Arc<Domain>,
     handle: NonNull<IbvMr>,
@@ -107,14 +107,14 @@ pub(super) struct Registered {
     memory: Memory,
 }
 
-// SAFETY: memory that lives until drop, reached by raw pointers whose users state their own protocol, and a handle of the library's that any thread
-// may use.
+// SAFETY: the memory stays mapped until drop, and is accessed only through raw pointers, whose users state their own protocol; any thread may use the
+// library's handle.
 unsafe impl Send for Registered {}
 // SAFETY: as above.
 unsafe impl Sync for Registered {}
 
 impl Registered {
-    /// Fresh memory, all zero, that the device may use so.
+    /// New memory, all zero, registered with the device for this access.
     pub(super) fn new(domain: &Arc<Domain>, bytes: usize, access: &[Access]) -> Result<Registered, Error> {
         let flags = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: a fresh anonymous mapping at an address the kernel chooses touches no existing memory.
@@ -141,7 +141,7 @@ impl Registered {
         Ok(Registered { domain: domain.clone(), handle, at, bytes, memory })
     }
 
-    /// An address in it.
+    /// The address at this offset in the memory.
     pub(super) fn at(&self, offset: usize) -> *mut u8 {
         debug_assert!(offset <= self.bytes);
         self.at.as_ptr().wrapping_add(offset)
@@ -152,13 +152,13 @@ impl Registered {
         offset.and_then(|offset| offset.checked_add(bytes)).is_some_and(|end| end <= self.bytes)
     }
 
-    /// By what this process's own requests name it.
+    /// The key by which this process's own requests name the memory.
     pub(super) fn local_key(&self) -> u32 {
         // SAFETY: registered until drop.
         unsafe { (*self.handle.as_ptr()).lkey }
     }
 
-    /// By what other hosts' requests name it, where they may.
+    /// The key by which other hosts' requests name the memory, if they may access it.
     pub(super) fn remote_key(&self) -> u32 {
         // SAFETY: registered until drop.
         unsafe { (*self.handle.as_ptr()).rkey }
@@ -182,7 +182,7 @@ fn register(
             ),
         )
     };
-    // SAFETY: the domain exists; the memory is mapped for so many bytes, and its owner keeps it mapped until the registration is gone.
+    // SAFETY: the domain exists; `bytes` bytes are mapped at `at`, and their owner keeps them mapped until the registration is gone.
     let handle = unsafe { domain.verbs.reg_mr(domain.domain(), at.as_ptr().cast::<c_void>(), bytes, access) };
     let handle = handle.map_err(|error| failed(error.to_string()))?;
     let handle = NonNull::new(handle).ok_or_else(|| failed("ibv_reg_mr gave nothing".into()))?;
@@ -195,9 +195,10 @@ impl Drop for Registered {
         if forked::is_forked() {
             return; // the registration is the parent's
         }
-        // SAFETY: registered, and given back once. Whoever owns it has seen to it that no queue pair has a request that names it (`QueuePair::destroy`).
+        // SAFETY: `register` made the handle, which is given back only here. Its owner has made sure that no queue pair has a request left that
+        // names the memory (`QueuePair::destroy`).
         if let Err(error) = unsafe { self.domain.verbs.dereg_mr(self.handle.as_ptr()) } {
-            // The device may still use it: then it stays mapped for good.
+            // The device may still use the memory, so it stays mapped for good.
             tracing::error!("{} bytes stay registered with a network card: {error}", self.bytes);
             let memory = std::mem::replace(&mut self.memory, Memory::Own);
             std::mem::forget(memory);

@@ -1,5 +1,5 @@
-//! What an open device tells of itself: that it has failed, a port, a queue pair or a completion queue. These events come by a descriptor of the
-//! device's. Of some failures nothing else tells: what was posted just never completes.
+//! The asynchronous events of an open device, which come through a descriptor of the device. They report that the device, a port, a queue pair or a
+//! completion queue has failed. Some failures show in no other way: the posted requests just never complete.
 
 use std::os::fd::BorrowedFd;
 use std::ptr;
@@ -16,7 +16,7 @@ use crate::error::Error;
 use crate::link::{Reactor, Source};
 use crate::trace::log::LOG;
 
-/// Links have the events read at most this often, in milliseconds.
+/// Links read the events at most once in this many milliseconds.
 const APART: u64 = 10;
 
 /// The events of a device, for the links of one rank that go over one of its ports.
@@ -26,17 +26,17 @@ pub(super) struct Events {
     port: u8,
     /// Whether the progress thread listens to the device.
     is_listened_to: AtomicBool,
-    /// One thread reads at a time, so that a port that went down and is up again is not told the other way round.
+    /// Held by the one thread that reads, so that events are taken in order: a port that went down and came up again must not be noted as down.
     reading: Mutex<()>,
     since: Instant,
-    /// When links had the events read last, in milliseconds from `since`.
+    /// When a link last read the events, in milliseconds after `since`.
     read_at: AtomicU64,
-    /// Whether `failed` names anything. Links ask for it whenever they are asked whether they broke.
+    /// Whether `failed` has ever named anything but the port. Links look at this first, whenever they are asked whether they broke.
     has_failures: AtomicBool,
     failed: Mutex<Failed>,
 }
 
-/// What has failed, by the event that told of it.
+/// What has failed, with the event that reported it.
 #[derive(Default)]
 struct Failed {
     device: Option<EventType>,
@@ -71,7 +71,7 @@ impl Events {
         unsafe { BorrowedFd::borrow_raw((*self.domain.context()).async_fd) }
     }
 
-    /// Has the progress thread read what the device tells, if it does not yet.
+    /// Makes the progress thread read the device's events, unless it does so already.
     pub(super) fn listen(self: &Arc<Self>, reactor: &dyn Reactor) -> Result<(), Error> {
         if self.is_listened_to.swap(true, Ordering::Relaxed) {
             return Ok(());
@@ -81,7 +81,8 @@ impl Events {
         listened.inspect_err(|_| self.is_listened_to.store(false, Ordering::Relaxed))
     }
 
-    /// Reads what the device has told, if nobody has for some time: while callers drive their operations themselves, the progress thread does not.
+    /// Reads the device's events, unless a link did so in the last `APART` milliseconds: while callers drive their operations themselves, the progress
+    /// thread reads none.
     fn read_now_and_then(&self) {
         let now = u64::try_from(self.since.elapsed().as_millis()).unwrap_or(u64::MAX);
         let last = self.read_at.load(Ordering::Relaxed);
@@ -90,7 +91,7 @@ impl Events {
         }
     }
 
-    /// Why nothing more comes of a queue pair, if the device has told so: in words.
+    /// Why nothing more comes from a queue pair, in words. `None`: the device has reported no failure that affects it.
     pub(super) fn problem(&self, pair: u32, queue: *const IbvCq) -> Option<String> {
         self.read_now_and_then();
         if !self.has_failures.load(Ordering::Acquire) {
@@ -108,13 +109,13 @@ impl Events {
         Some(format!("the network card {} says {what} ({event:?})", self.device))
     }
 
-    /// Whether the port is down, as far as the device has told by now.
+    /// Whether the port is down, as far as the device has reported by now.
     pub(super) fn is_port_down(&self) -> bool {
         self.read();
         self.failed.lock().port
     }
 
-    /// The queue pair is destroyed: another one may get its number, or its completion queue the address.
+    /// Forgets what was reported of a queue pair that is now destroyed: another pair may get its number, and another completion queue its queue's address.
     pub(super) fn forget(&self, pair: u32, queue: *const IbvCq) {
         if self.has_failures.load(Ordering::Acquire) {
             let mut failed = self.failed.lock();
@@ -129,13 +130,13 @@ impl Events {
         match kind {
             EventType::DEVICE_FATAL => failed.device = Some(kind),
             EventType::QP_FATAL | EventType::QP_REQ_ERR | EventType::QP_ACCESS_ERR => {
-                // SAFETY: such an event is about a queue pair, which is not destroyed before the event is acknowledged.
+                // SAFETY: the element of such an event is a queue pair, and `ibv_destroy_qp` returns only after the event was acknowledged.
                 let number = unsafe { (*event.element.cast::<IbvQp>()).qp_num };
                 failed.pairs.push((number, kind));
             }
             EventType::CQ_ERR => failed.queues.push((event.element.addr(), kind)),
             EventType::PORT_ERR | EventType::PORT_ACTIVE => {
-                // The number is in the first four bytes of what else holds a pointer.
+                // For these events the union, which otherwise holds a pointer, holds the port's number in its first four bytes.
                 if event.element.addr() as u32 == u32::from(self.port) {
                     failed.port = kind == EventType::PORT_ERR;
                     drop(failed);
@@ -169,17 +170,19 @@ impl Source for Events {
         let _alone = self.reading.lock();
         loop {
             let mut event = IbvAsyncEvent { element: ptr::null_mut(), event_type: 0 };
-            // SAFETY: the device is open, and its descriptor does not block; room for an event.
+            // SAFETY: the device is open, its descriptor does not block, and `event` has room for an event.
             match unsafe { self.domain.verbs.get_async_event(self.domain.context(), &raw mut event) } {
                 Ok(()) => {
                     self.take(&event);
-                    // SAFETY: an event that was just given, acknowledged once.
+                    // SAFETY: `get_async_event` has just given this event, which is acknowledged only here.
                     let _ = unsafe { self.domain.verbs.ack_async_event(&raw mut event) };
                 }
                 Err(error) if is_not_yet(&error) => return,
                 Err(error) => {
                     let device = self.device.clone();
-                    return LOG.debug(move || tracing::debug!("what {device} tells cannot be read: {error}"));
+                    return LOG.debug(move || {
+                        tracing::debug!("the events of the network card {device} cannot be read: {error}")
+                    });
                 }
             }
         }

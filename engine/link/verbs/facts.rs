@@ -1,15 +1,15 @@
-//! What a host is like, as far as RDMA goes. Plain data: tests write it down, [`read`](super::read) asks for it.
+//! What there is to know of a host for RDMA, as plain data: [`read`](super::read) asks the host for it, and tests make it up.
 
 use std::net::{IpAddr, Ipv6Addr};
 
 use allstream_sys::verbs::{GidType, LinkLayer, Mtu, PortState, Transport};
 
-/// All that the choice depends on.
+/// All that the choice of ports depends on, of the host.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Facts {
-    /// In the order of libibverbs.
+    /// In the order in which libibverbs lists them.
     pub(crate) devices: Vec<Device>,
-    /// Devices that the kernel has, and libibverbs does not list.
+    /// Devices that the kernel has but libibverbs does not list.
     pub(crate) unlisted: Vec<String>,
     /// Whether there is a `/dev/infiniband`, through whose files libibverbs reaches devices.
     pub(crate) has_device_files: bool,
@@ -17,16 +17,16 @@ pub(crate) struct Facts {
     pub(crate) interfaces: Vec<Interface>,
 }
 
-/// How much memory this process may keep from being paged out, which registered memory is.
+/// How much memory this process may lock, that is, keep from being paged out. Registering memory locks it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Locked {
-    /// As much as there is: no limit, or the process is above it (`CAP_IPC_LOCK`).
+    /// As much as there is: there is no limit, or the process may exceed it (`CAP_IPC_LOCK`).
     Unlimited,
-    /// So many bytes (`RLIMIT_MEMLOCK`).
+    /// This many bytes (`RLIMIT_MEMLOCK`).
     UpTo(u64),
 }
 
-/// An address of an interface of the host's.
+/// An address of one of the host's network interfaces.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Interface {
     pub(crate) name: String,
@@ -38,15 +38,15 @@ pub(crate) struct Interface {
 pub(crate) struct Device {
     pub(crate) name: String,
     pub(crate) transport: Transport,
-    /// Or why it could not be asked.
+    /// The ports, or why the device could not be queried.
     pub(crate) ports: Result<Vec<Port>, String>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Port {
-    /// From 1.
+    /// Counted from 1.
     pub(crate) number: u8,
-    /// Or why it could not be asked.
+    /// What the port says, or why it could not be queried.
     pub(crate) found: Result<Found, String>,
 }
 
@@ -59,7 +59,7 @@ pub(crate) struct Found {
     pub(crate) max_mtu: Mtu,
     /// Bytes of the largest message.
     pub(crate) max_message: u32,
-    /// By index; entries that are empty are left out.
+    /// The addresses in the port's table, without its empty entries.
     pub(crate) gids: Vec<Gid>,
 }
 
@@ -69,12 +69,12 @@ pub(crate) struct Gid {
     pub(crate) index: u32,
     pub(crate) kind: GidType,
     pub(crate) address: Ipv6Addr,
-    /// The number of its interface; 0: none is told.
+    /// The number of the network interface that it belongs to; 0: the driver names none.
     pub(crate) interface: u32,
 }
 
 impl Gid {
-    /// The address as the network knows it.
+    /// The GID as an IP address: IPv4 if it is an IPv4-mapped one.
     pub(crate) fn ip(&self) -> IpAddr {
         self.address.to_ipv4_mapped().map_or(IpAddr::V6(self.address), IpAddr::V4)
     }

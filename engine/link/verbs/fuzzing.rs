@@ -1,5 +1,5 @@
-//! What `fuzz/` feeds of this link: what a peer says of its end, the numbers that come with its frames and notes, and the headers in the area that it
-//! writes to.
+//! What the targets in `fuzz/` feed to this link: a peer's hello, the numbers that come with the peer's frames and notes, and the headers that it writes
+//! to the area.
 
 use super::credits::{CELLS, COUNT, Came, Note, Receiver, Sender};
 use super::hello::{BYTES, Hello};
@@ -16,7 +16,7 @@ fn take<const N: usize>(data: &mut &[u8]) -> [u8; N] {
     bytes
 }
 
-/// A peer that has passed the handshake, and says and writes what it likes.
+/// Plays a peer that has passed the handshake, and then says and writes whatever it likes.
 pub fn peer(data: &[u8]) {
     let data = &mut &*data;
     let bytes = take::<BYTES>(data);
@@ -47,11 +47,11 @@ pub fn peer(data: &[u8]) {
     }
 }
 
-/// Both ends of a link to that peer. `None` of a method: the link is given up.
+/// A receiving and a sending end, both connected to that peer. A method returns `None` if the link is to be given up.
 struct Link {
-    /// It has no slots, and one large frame at a time, which comes in pieces.
+    /// The link has no slots: one large frame comes at a time, in pieces.
     is_narrow: bool,
-    /// Bytes of the area.
+    /// Bytes of the receive area.
     area: usize,
     rx: Receiver,
     unreleased: u64,
@@ -97,7 +97,7 @@ impl Link {
 
     /// A piece of a large frame has come.
     fn piece(&mut self, bytes: u32, is_last: bool) -> Option<()> {
-        // SAFETY: as large as a narrow link's area.
+        // SAFETY: `window` is as large as a narrow link's area.
         unsafe { self.large.take(self.window.as_ptr(), (bytes, PIECE_BYTES), is_last) }.ok()?;
         self.large.tell();
         assert_eq!(self.large.whole().is_some(), is_last);
@@ -135,7 +135,7 @@ impl Link {
         Some(())
     }
 
-    /// As many frames and pieces are sent as there is room for; then the peer says what it has of them.
+    /// Sends as many frames and pieces as there is room for; then the peer says how many it has released or copied.
     fn sends(&mut self, what: u8, data: &mut &[u8]) -> Option<()> {
         while self.tx.has_room() {
             let (place, _) = self.tx.post(what >= 128 && !self.is_narrow);

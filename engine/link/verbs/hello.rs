@@ -20,7 +20,7 @@ const VERSION: u16 = 2;
 /// Numbers of queue pairs and of packets have 24 bits.
 const BITS: u32 = 24;
 
-/// Where the receiver's area is. By the key a peer that is connected to one of the receiver's queue pairs can write to the area, and to
+/// Where the receiver's area is. With the key, a peer whose queue pair is connected to one of the receiver's can write to the area, and to
 /// no other memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Area {
@@ -87,20 +87,20 @@ impl Hello {
         let layer = match bytes[6] {
             1 => RdmaLayer::InfiniBand,
             2 => RdmaLayer::RoceV2,
-            other => return Err(format!("it names a network that is none ({other})")),
+            other => return Err(format!("it names an unknown kind of network ({other})")),
         };
         let mtu = Mtu(bytes[7].into());
         if mtu.bytes().is_none() {
-            return Err(format!("it names an MTU that is none ({})", bytes[7]));
+            return Err(format!("it names an MTU code that does not exist ({})", bytes[7]));
         }
         let (pair, first_packet, max_message, slots) = (u32_at(8), u32_at(12), u32_at(32), u32_at(36));
         if pair >> BITS != 0 || first_packet >> BITS != 0 {
             return Err(format!(
-                "it names queue pair {pair} and packet {first_packet}, which have {BITS} bits"
+                "it names queue pair {pair} and packet {first_packet}, both of which must fit in {BITS} bits"
             ));
         }
         if max_message == 0 {
-            return Err("its port takes no messages".into());
+            return Err("it names 0 bytes as its port's largest message".into());
         }
         if slots > MOST_SLOTS {
             return Err(format!("it names {slots} slots, expected {MOST_SLOTS} at most"));
@@ -109,7 +109,12 @@ impl Hello {
         let area = match bytes[42] {
             0 if at == 0 && key == 0 => None,
             1 if at != 0 && at.checked_add(area_bytes(slots) as u64).is_some() => Some(Area { at, key }),
-            _ => return Err(format!("it names an area that is none ({} at {at:#x})", bytes[42])),
+            _ => {
+                return Err(format!(
+                    "it names an impossible receive area (flag {}, address {at:#x})",
+                    bytes[42]
+                ));
+            }
         };
         if bytes[43] != 0 || bytes[56..].iter().any(|byte| *byte != 0) {
             return Err("bytes are set that this version does not use".into());
@@ -207,14 +212,14 @@ mod tests {
         for (at, byte, wanted) in [
             (0, 0, "it begins to talk by RDMA with"),
             (4, 3, "version 3"),
-            (6, 3, "a network that is none (3)"),
-            (7, 0, "an MTU that is none (0)"),
-            (7, 6, "an MTU that is none (6)"),
+            (6, 3, "an unknown kind of network (3)"),
+            (7, 0, "an MTU code that does not exist (0)"),
+            (7, 6, "an MTU code that does not exist (6)"),
             (11, 1, "queue pair 16777233"),
             (15, 1, "packet 16777315"),
             (36, 9, "9 slots, expected 8 at most"),
-            (42, 0, "an area that is none (0 at 0x1000)"),
-            (42, 2, "an area that is none (2"),
+            (42, 0, "an impossible receive area (flag 0, address 0x1000)"),
+            (42, 2, "an impossible receive area (flag 2"),
             (43, 1, "bytes are set"),
             (63, 1, "bytes are set"),
         ] {
@@ -222,9 +227,9 @@ mod tests {
         }
         // The area would end beyond all addresses.
         let high = hello(Some(Area { at: u64::MAX - 100, key: 1 }));
-        assert!(Hello::decode(&high.encode()).unwrap_err().contains("an area that is none"));
+        assert!(Hello::decode(&high.encode()).unwrap_err().contains("an impossible receive area"));
         let none = Hello { max_message: 0, ..high };
-        assert!(Hello::decode(&none.encode()).unwrap_err().contains("takes no messages"));
+        assert!(Hello::decode(&none.encode()).unwrap_err().contains("0 bytes as its port"));
     }
 
     proptest! {

@@ -7,13 +7,13 @@ use crate::link::{HEADER_BYTES, INLINE, SLOT};
 pub(super) const CELL: usize = HEADER_BYTES + INLINE;
 /// Bytes of all cells: a page.
 pub(super) const CELLS_BYTES: usize = CELL * CELLS as usize;
-/// The payload of a large frame begins at a page; its header lies right before.
+/// The payload of a large frame begins at a page boundary; the frame's header lies right before.
 const PAGE: usize = 4096;
 const STRIDE: usize = PAGE + SLOT;
 /// Bytes of the largest frame with its header.
 pub(super) const LARGEST: usize = HEADER_BYTES + SLOT;
 
-/// Pieces of large frames that a narrow link's window holds.
+/// How many pieces of large frames a narrow link's window holds.
 pub(super) const PIECES: u64 = 2;
 /// Bytes of a piece; fewer where a port takes only smaller messages.
 pub(super) const PIECE_BYTES: u32 = 4096;
@@ -23,7 +23,7 @@ pub(super) fn place_of_piece(piece: u64) -> usize {
     CELLS_BYTES + (piece % PIECES) as usize * PIECE_BYTES as usize
 }
 
-/// Bytes of an area with so many slots; of a narrow link's, which has none.
+/// Bytes of an area with so many slots. With 0 it is a narrow link's, which has places for pieces instead of slots.
 pub(super) const fn area_bytes(slots: u32) -> usize {
     match slots {
         0 => CELLS_BYTES + PIECES as usize * PIECE_BYTES as usize,
@@ -39,7 +39,7 @@ pub(super) fn offset(place: Place) -> usize {
     }
 }
 
-/// In how many messages so many bytes go, where none may have more than `max`, and the bytes of the last one.
+/// How many messages of at most `max` bytes it takes to send `bytes` bytes, and how many bytes the last one has.
 pub(super) fn cut(bytes: usize, max: u32) -> (usize, u32) {
     let max = max.max(1) as usize;
     let pieces = bytes.div_ceil(max).max(1);

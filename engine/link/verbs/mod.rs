@@ -1,13 +1,14 @@
 //! Links over RDMA: InfiniBand and RoCE v2, by libibverbs.
 //!
-//! Which port: [`facts`] are what the host is like, as plain data; [`read`] asks libibverbs and the kernel for them. [`wishes`] are what the user has said by
-//! variables. [`choose`] is a function of the two.
+//! The choice of a port: [`facts`] describe the host as plain data, and [`read`] asks libibverbs and the kernel for them. [`wishes`] are what the user has
+//! asked for by environment variables. [`choose`] is a function of the two.
 //!
-//! The link ([ADR 0040](../../../docs/adr/0040-rdma-link.md)): a simplex link has a reliable queue pair ([`queue_pair`]) at each end. The sender dials a
-//! connection of TCP, as every connection of a job proves itself; over that the two tell each other of their queue pairs ([`hello`]), and close it. A frame
-//! is written, by one request, from a cell and a staging slot of the sender's ([`tx`]) into a place of the receiver's area ([`layout`]) that both count
-//! ([`credits`]), with a number that tells the receiver ([`rx`]) that it is there. [`card`] is the open port, [`domain`] the open device and memory that is
-//! registered with it; [`events`] are what the device tells of its own failures. [`Probe`] tries the way between two hosts before links are opened.
+//! The link ([ADR 0040](../../../docs/adr/0040-rdma-link.md)) goes one way, and has a reliable queue pair ([`queue_pair`]) at each end. The sender dials a TCP
+//! connection, on which both ends prove that they belong to the job; they describe their queue pairs to each other ([`hello`]), and close the connection.
+//! The sender ([`tx`]) writes a frame, mostly by one request, from a cell and a staging slot of its own to the frame's place in the receiver's area
+//! ([`layout`]). Both ends know the place, as both count frames ([`credits`]); the receiver ([`rx`]) gets the frame's number once the frame is there. On
+//! a narrow link large frames go in pieces ([`pieces`]). [`card`] is the open port, [`domain`] the open device and memory that is registered with it;
+//! [`events`] report the device's own failures. [`Probe`] tests, before links are opened, whether two hosts' ports reach each other.
 
 mod broken;
 mod card;
@@ -48,7 +49,7 @@ use super::{Lends, LinkKind, Locality, SLOT};
 use crate::error::Error;
 use crate::types::{LinkClass, Rank};
 
-/// Between ranks whose hosts have ports of one kind.
+/// The link between ranks of different hosts, whose ports are all of one kind (InfiniBand or RoCE v2).
 pub(crate) static RDMA: LinkKind = LinkKind {
     class: LinkClass::RDMA,
     joins: Locality::Remote,
@@ -59,11 +60,11 @@ pub(crate) static RDMA: LinkKind = LinkKind {
     open_rx: |site| Ok(Box::new(VerbsRx::open(site)?)),
 };
 
-/// What this host has, and what is chosen of it. `near` finds the addresses at which other ranks reach this host, as far as that is known; it may have
-/// to ask for a name's address, and so is called only where there is a device.
+/// Chooses ports from what this host has. `near` returns the addresses at which other ranks reach this host, as far as they are known; it may have to
+/// resolve a host name, and so is called only if there is a device.
 ///
 /// # Errors
-/// [`Error::Unavailable`]: nothing can be used, and why. [`Error::Invalid`]: a variable says what cannot be understood.
+/// [`Error::Unavailable`]: no port can be used, and why. [`Error::Invalid`]: an environment variable has a value that cannot be understood.
 pub(crate) fn find(near: impl FnOnce() -> Result<Vec<IpAddr>, Error>) -> Result<Rdma, Error> {
     let wishes = said()?;
     let verbs = read::library()?;
@@ -73,7 +74,7 @@ pub(crate) fn find(near: impl FnOnce() -> Result<Vec<IpAddr>, Error>) -> Result<
     chosen.map_err(|problem| Error::Unavailable { what: "RDMA".into(), problem })
 }
 
-/// Whether this host has a card that could do RDMA, were all else right, or its user has named one.
+/// Whether RDMA is to be expected here: the host has an RDMA device, usable or not, or the user has named a device or an address to use.
 pub(crate) fn is_expected() -> bool {
     let has_devices = || read::facts(read::library().ok()?).ok().map(|facts| !facts.devices.is_empty());
     said().is_ok_and(|wishes| wishes.names_a_port())
@@ -81,13 +82,13 @@ pub(crate) fn is_expected() -> bool {
         || has_devices().unwrap_or(false)
 }
 
-/// What the environment says.
+/// What the user has asked for, by the environment variables.
 pub(crate) fn said() -> Result<wishes::Wishes, Error> {
     let wishes = wishes::Wishes::from_lookup(|name| std::env::var(name).ok());
     wishes.map_err(|problem| Error::invalid("read the environment", problem))
 }
 
-/// Receive requests of each end: as many as frames and pieces, or notes, may be under way.
+/// Receive requests that each end posts: as many as frames and pieces may be under way to a receiver, or notes to a sender.
 const RECEIVES: u64 = CELLS + PIECES;
 
 /// Posts all receive requests.
@@ -99,14 +100,14 @@ fn fill(pair: &mut QueuePair, card: &Card) -> Result<(), Error> {
     Ok(())
 }
 
-/// The number of the first packet: drawn, so that packets of an earlier connection are not taken for this one's.
+/// The number of the first packet, 24 random bits: so packets of an earlier connection are not taken for this one's.
 fn first_packet() -> Result<u32, Error> {
     let mut bytes = [0; 4];
     getrandom::fill(&mut bytes).map_err(|e| Error::system("asking the system for random bytes", e))?;
     Ok(u32::from_le_bytes(bytes) >> 8)
 }
 
-/// Whether the two ends can talk: rank 0 has compared what all ranks said of themselves, so that only a rank that says something else now cannot.
+/// Checks that both ends' ports are of one kind. Rank 0 has compared all ranks' ports before, so this fails only if a rank now says something else.
 fn check_other(card: &Card, other: &Hello, peer: Rank) -> Result<(), Error> {
     if card.port().layer != other.layer {
         return Err(Error::protocol(
@@ -117,7 +118,7 @@ fn check_other(card: &Card, other: &Hello, peer: Rank) -> Result<(), Error> {
     Ok(())
 }
 
-/// What could not be opened; all ranks are told of it, so it says which one had the trouble.
+/// Adds to an error of opening a link the rank on which it happened, as all ranks are told of it.
 fn on_rank(rank: Rank, error: Error) -> Error {
     match error {
         Error::System { doing, problem } => {
@@ -127,18 +128,18 @@ fn on_rank(rank: Rank, error: Error) -> Error {
     }
 }
 
-/// This end of a link, for people.
+/// This end of a link, for messages to people.
 fn end_of(card: &Card, pair: &QueuePair) -> String {
     format!("{}, queue pair {}", card.place(), pair.number())
 }
 
-/// The other end.
+/// The other end of a link, for messages to people.
 fn place_of(other: &Hello) -> String {
     format!("{}, queue pair {}", other.address(), other.pair)
 }
 
-/// Whether the progress thread, which is about to sleep, wants to be woken by what comes: it has put up the flag of the rank's region before it looks once
-/// more.
+/// Whether the progress thread is about to sleep and wants to be woken when something comes: it sets the flag of the rank's region before it looks at the
+/// links for the last time.
 fn is_wanted(card: &Card) -> bool {
     card.region().doorbell_flag().load(Ordering::Acquire) != 0
 }

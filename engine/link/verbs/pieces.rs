@@ -1,19 +1,20 @@
-//! Large frames on a narrow link: its receiver has registered memory for no whole one. They come piece by piece through a window of two pieces, and the
-//! receiver copies each to where it puts the frame together, in memory that is not registered. So a rank with thousands of links pins little for each.
+//! Large frames on a narrow link, whose receiver has too little registered memory for a whole one. They come piece by piece through a window of two
+//! pieces. The receiver copies each piece to memory that is not registered, and puts the frame together there. So a rank with thousands of links pins
+//! little memory for each.
 //!
-//! Piece *n* lies at *n* modulo [`PIECES`] in the window. Both ends count, as they do for frames (`credits.rs`): the sender posts a piece only when the
-//! receiver has said that it copied the one that was in the place before.
+//! Piece *n* takes place *n* modulo [`PIECES`] of the window. Both ends count pieces, as they count frames (`credits.rs`): the sender posts a piece only
+//! when the receiver has said that it copied the piece that was in the same place before.
 
 use super::layout::{LARGEST, PIECE_BYTES, PIECES, place_of_piece};
 
-/// A frame that is put together begins at a multiple of so many bytes, and so does its payload, which kernels read.
+/// A frame is put together at an address that is a multiple of this. So is then the address of its payload, which kernels read.
 const ALIGNED: usize = 64;
 
 /// The sender's count.
 #[derive(Debug, Default)]
 pub(super) struct PiecesSent {
     posted: u64,
-    /// Those that the receiver said to have copied.
+    /// Pieces that the receiver has said it copied.
     copied: u64,
 }
 
@@ -22,19 +23,19 @@ impl PiecesSent {
         self.posted - self.copied < PIECES
     }
 
-    /// A piece is posted: which one this is. Only where there is room.
+    /// Counts a piece as posted, and returns its number. To be called only if there is room.
     pub(super) fn post(&mut self) -> u64 {
         self.posted += 1;
         self.posted - 1
     }
 
-    /// The receiver says that it has copied so many pieces in all, counted in as many bits as `mask` has.
+    /// The receiver says that it has copied so many pieces in all, counted in the bits of `mask`.
     pub(super) fn told(&mut self, count: u32, mask: u32) -> Result<(), String> {
         let more = u64::from(count.wrapping_sub(self.copied as u32) & mask);
         let under_way = self.posted - self.copied;
         if more == 0 || more > under_way {
             return Err(format!(
-                "it says to have copied {more} more pieces of frames, and {under_way} are under way to it"
+                "it says that it copied {more} more pieces of frames, while {under_way} are under way to it"
             ));
         }
         self.copied += more;
@@ -42,26 +43,27 @@ impl PiecesSent {
     }
 }
 
-/// The receiver's count, and the frame that it puts together. There is one at a time: the sender may have one large frame under way (`credits.rs`).
+/// The receiver's count, and the frame that it puts together. There is only one such frame at a time, as the sender may have one large frame under way
+/// (`credits.rs`).
 #[derive(Default)]
 pub(super) struct Assembly {
     /// Pieces that have come, and were copied.
     come: u64,
     told: u64,
-    /// Room for the largest frame, from the first piece on, and where in it a frame begins.
+    /// Room for the largest frame, allocated when the first piece comes. Frames begin at index `begin`.
     frame: Vec<u8>,
     begin: usize,
     /// Bytes of the frame that have come.
     filled: usize,
-    /// The frame's last piece has come, and it was not released.
+    /// The frame's last piece has come, and the frame was not released yet.
     is_whole: bool,
 }
 
 impl Assembly {
-    /// A piece has come with so many bytes, where all but a frame's last have `most`. Copies it from the window of the area that begins there.
+    /// A piece of `bytes` bytes has come; all pieces of a frame but the last have `most` bytes. Copies it from the window of the area that begins at `area`.
     ///
     /// # Safety
-    /// The area of a narrow link, [`area_bytes(0)`](super::layout::area_bytes), is mapped there.
+    /// `area` is the start of a narrow link's area: [`area_bytes(0)`](super::layout::area_bytes) bytes are mapped there.
     pub(super) unsafe fn take(
         &mut self,
         area: *const u8,
@@ -77,8 +79,8 @@ impl Assembly {
         let at = self.begin + self.filled;
         let into = &mut self.frame[at..at + bytes];
         let from = area.wrapping_add(place_of_piece(self.come));
-        // SAFETY: the place is inside of the area (the caller's promise), and a piece is no larger (`check`). A peer that breaks its word may write there
-        // meanwhile: the bytes are copied as they are, and believed only after the copy.
+        // SAFETY: the piece's place is inside the area (the caller's promise), and the piece is no larger than its place (`check`); `into` is memory of our
+        // own, as large. A faulty peer may write to the place meanwhile: the bytes are copied as they are, and checked only after the copy.
         unsafe { std::ptr::copy_nonoverlapping(from, into.as_mut_ptr(), bytes) };
         (self.come, self.filled, self.is_whole) = (self.come + 1, self.filled + bytes, is_last);
         Ok(())
@@ -94,7 +96,7 @@ impl Assembly {
         {
             let filled = self.filled;
             return Err(format!(
-                "a piece of {bytes} bytes of a large frame came behind {filled} others, expected {most}"
+                "a piece of {bytes} bytes came after {filled} bytes of a large frame, expected {most} bytes"
             ));
         }
         Ok(())
@@ -112,7 +114,7 @@ impl Assembly {
         }
     }
 
-    /// How many pieces were copied in all, where the sender has not been told.
+    /// How many pieces were copied in all, which the sender is told now; `None`: the sender knows already.
     pub(super) fn tell(&mut self) -> Option<u32> {
         (self.come > self.told).then(|| {
             self.told = self.come;
@@ -130,7 +132,7 @@ mod tests {
         const MASK: u32 = u32::MAX >> 1;
         let mut sent = PiecesSent { posted: (1 << 31) - 1, copied: (1 << 31) - 1 };
         assert_eq!((sent.post(), sent.post(), sent.has_room()), ((1 << 31) - 1, 1 << 31, false));
-        assert!(sent.told(2, MASK).unwrap_err().contains("3 more pieces of frames, and 2 are under way"));
+        assert!(sent.told(2, MASK).unwrap_err().contains("3 more pieces of frames, while 2 are under way"));
         sent.told(0, MASK).unwrap();
         assert!(sent.has_room());
         assert!(sent.told(0, MASK).unwrap_err().contains("0 more"));

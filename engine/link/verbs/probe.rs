@@ -14,7 +14,7 @@ use super::queue_pair::{QueuePair, RECEIVED, Room, Write};
 use crate::error::Error;
 use crate::forked;
 
-/// No packet carries more.
+/// No packet carries more bytes.
 const MOST: usize = 4096;
 /// The number that comes with the message ("ALST").
 const NUMBER: u32 = 0x5453_4c41;
@@ -24,11 +24,11 @@ const NUMBER: u32 = 0x5453_4c41;
 pub(crate) struct Probe {
     card: Arc<Card>,
     pair: QueuePair,
-    /// The first half is written by the other end, the second half is what is sent there.
+    /// The other end writes to the first half; this end sends the second half.
     memory: Option<Registered>,
     first_packet: u32,
     other: Option<Hello>,
-    /// The device has sent what this end was to send, and has received what the other end was to send.
+    /// Whether the other end has acknowledged this end's message (`sent`), and whether its message has come (`received`).
     sent: bool,
     received: bool,
 }
@@ -44,7 +44,7 @@ impl Probe {
         let memory = Registered::new(card.domain(), 2 * MOST, &access)?;
         let first_packet = first_packet()?;
         for at in 0..MOST {
-            // SAFETY: inside of memory that was just mapped, which no device was told of yet.
+            // SAFETY: inside memory that was just mapped. No request names it yet, and no peer knows its key.
             unsafe { memory.at(MOST + at).write(byte(first_packet, at)) };
         }
         let (card, memory) = (card.clone(), Some(memory));
@@ -71,7 +71,7 @@ impl Probe {
         Ok(())
     }
 
-    /// Sends: both ends have connected.
+    /// Sends the message. To be called once both ends have connected.
     ///
     /// # Errors
     /// What the device refuses.
@@ -82,14 +82,14 @@ impl Probe {
         };
         let from = IbvSge { addr: memory.at(MOST) as u64, length: bytes as u32, lkey: memory.local_key() };
         let write = Write { id: 0, from: &[from], to: to.at, key: to.key, number: Some(NUMBER) };
-        // SAFETY: registered above, and nobody writes to that half any more. It is given back when the pair is destroyed (`drop`).
+        // SAFETY: `new` registered the memory, and nobody writes to that half any more. It stays registered until the pair is destroyed (`drop`).
         unsafe { self.pair.post_write(write) }.map_err(|error| error.to_string())
     }
 
-    /// Whether the message has come that the other end sends, and this end's has gone there.
+    /// Whether the other end's message has come here, and this end's has arrived there.
     ///
     /// # Errors
-    /// What the device says of a message that did not get through, and what is wrong with one that came.
+    /// What the device says of a message that did not get through, or what is wrong with the one that came.
     pub(crate) fn is_over(&mut self) -> Result<bool, String> {
         let mut told = [IbvWc::default(); 2];
         let count = self.pair.poll(&mut told).map_err(|error| error.to_string())?;
@@ -128,8 +128,8 @@ impl Probe {
             ));
         }
         let (Some(memory), Some(other)) = (&self.memory, self.other) else { return Ok(()) };
-        // SAFETY: inside of the mapping. The other end could write there at any time, as long as the pair is: so bytes are read one by one, and
-        // whatever they are is a value.
+        // SAFETY: inside the mapping. The other end can write there as long as the queue pair exists: so each byte is read by itself, as volatile,
+        // and any byte is a valid value.
         let wrong =
             |at: &usize| unsafe { ptr::read_volatile(memory.at(*at)) } != byte(other.first_packet, *at);
         match (0..bytes).find(wrong) {
@@ -139,14 +139,14 @@ impl Probe {
     }
 }
 
-/// What a message holds: every end's is another.
+/// The byte at this place of a message. It depends on the sender's first packet number, so that the two ends' messages differ.
 fn byte(first_packet: u32, at: usize) -> u8 {
     (first_packet as usize).wrapping_add(at.wrapping_mul(31)).to_le_bytes()[0]
 }
 
 impl Drop for Probe {
     fn drop(&mut self) {
-        // In a child of a fork all of it is the parent's. Where the pair cannot be destroyed, the device may still use the memory: it stays.
+        // In a forked child all of this is the parent's. If the pair cannot be destroyed, the device may still use the memory, so it is never freed.
         if !forked::is_forked() && !self.pair.destroy() {
             std::mem::forget(self.memory.take());
         }

@@ -1,4 +1,4 @@
-//! A reliable queue pair with a completion queue of its own, and the descriptor that tells of completions to whoever sleeps.
+//! A reliable queue pair with a completion queue of its own, and a descriptor that wakes a sleeping thread when a completion comes.
 
 use std::os::fd::BorrowedFd;
 use std::ptr;
@@ -19,15 +19,15 @@ use super::hello::Hello;
 use crate::error::Error;
 use crate::forked;
 
-/// Bytes that a request may carry itself, so that the device does not fetch them: what a cell holds.
+/// Bytes that a request may carry inline, so that the device need not fetch them from memory: as many as a cell has.
 const INLINE: u32 = 256;
-/// Pieces of memory that a request gathers: a header and a payload.
+/// Pieces of memory that a request gathers, at most: a header and a payload.
 const PIECES: usize = 2;
-/// How long a receiver without a receive request is left alone: code 12, 0.64 ms. It never is without one; should a device take its time to see that, this
-/// is tried again for ever (7).
+/// If the receiver has no receive request, the sender waits 0.64 ms (code 12) and tries again, for ever (code 7). A receiver always has one: this is for a
+/// device that is slow to see it.
 const NOT_READY: (u8, u8) = (12, 7);
 const HOPS: u8 = 64;
-/// Routes of InfiniBand beyond the subnet begin with this prefix of an address.
+/// Bytes of the subnet's prefix in a GID. On InfiniBand, ports whose prefixes differ are in different subnets, and need a global route.
 const SUBNET: usize = 8;
 
 /// How many requests a queue pair takes.
@@ -40,30 +40,30 @@ pub(super) struct Room {
 /// A request to write to the other end's memory.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Write<'a> {
-    /// Given back with the completion of the request, if it asks for one.
+    /// Comes back in the request's completion, if there is one.
     pub(super) id: u64,
     pub(super) from: &'a [IbvSge],
     pub(super) to: u64,
     pub(super) key: u32,
-    /// The last piece of a frame: this number reaches the other end with it, and its completion is told here.
+    /// `Some`: the other end gets this number with a completion, and this end gets a completion. `None`: there is neither, unless the request fails.
     pub(super) number: Option<u32>,
 }
 
 pub(super) struct QueuePair {
     domain: Arc<Domain>,
     events: Arc<Events>,
-    /// Null once it is destroyed.
+    /// Null once the pair is destroyed.
     pair: *mut IbvQp,
     queue: *mut IbvCq,
-    /// Null where it was made without.
+    /// Null for a pair without a descriptor.
     channel: *mut IbvCompChannel,
-    /// Bytes that its requests may carry themselves.
+    /// Bytes that the pair's requests may carry inline.
     inline: u32,
-    /// The channel was asked to tell of the next completion.
+    /// The channel was asked to report the next completion, and that event was not taken yet.
     armed: bool,
 }
 
-// SAFETY: handles of the library's, which any thread may use; what is not the library's is behind `&mut`.
+// SAFETY: the pointers are handles of libibverbs, which any thread may use; the other fields change only through `&mut`.
 unsafe impl Send for QueuePair {}
 
 impl QueuePair {
@@ -72,7 +72,7 @@ impl QueuePair {
         QueuePair::of(card, room, true)
     }
 
-    /// A queue pair that can only be polled: it has no descriptor, which a process may have too few of.
+    /// A queue pair that can only be polled: it has no descriptor, as a process may run out of descriptors.
     pub(super) fn without_descriptor(card: &Card, room: Room) -> Result<QueuePair, Error> {
         QueuePair::of(card, room, false)
     }
@@ -83,7 +83,10 @@ impl QueuePair {
             let doing = format!("open a link over RDMA on {}", card.place());
             Error::system(
                 doing,
-                format!("{error}; a queue pair of {} and {} requests was asked for", room.send, room.receive),
+                format!(
+                    "{error}; a queue pair for {} send and {} receive requests was asked for",
+                    room.send, room.receive
+                ),
             )
         })
     }
@@ -100,7 +103,7 @@ impl QueuePair {
             inline: INLINE,
             armed: false,
         };
-        // What is made is dropped with it, whatever fails then.
+        // If a call below fails, dropping `new` destroys what was made before.
         let mut new = none;
         let context = new.domain.context();
         if has_channel {
@@ -109,9 +112,9 @@ impl QueuePair {
             let os = |errno: Errno| VerbsError { call: "ioctl", code: errno.raw_os_error() };
             ioctl_fionbio(new.descriptor(), true).map_err(os)?;
         }
-        // The device tells each completion that was asked for, and in an error all requests: as many as there can be.
+        // Room for a completion of every request: after an error all requests complete, also those that did not ask for a completion.
         let entries = (room.send + room.receive + 1) as i32;
-        // SAFETY: the device is open, and the channel is of it, or there is none.
+        // SAFETY: the device is open, and the channel was made on it, or is null.
         new.queue = unsafe { verbs.create_cq(context, entries, ptr::null_mut(), new.channel, 0) }?;
         new.pair = new.make_pair(room)?;
         let mut attributes = IbvQpAttr {
@@ -126,7 +129,7 @@ impl QueuePair {
         Ok(new)
     }
 
-    /// A device that cannot carry so many bytes in a request is asked for none.
+    /// Makes the pair. If the device cannot carry `INLINE` bytes inline, asks it again for 0.
     fn make_pair(&mut self, room: Room) -> Result<*mut IbvQp, VerbsError> {
         let mut ask = |inline: u32| {
             let cap = IbvQpCap {
@@ -153,7 +156,7 @@ impl QueuePair {
         ask(INLINE).or_else(|_| ask(0))
     }
 
-    /// Connects it to the other end.
+    /// Connects the queue pair to the other end's.
     pub(super) fn connect(&mut self, card: &Card, first_packet: u32, other: &Hello) -> Result<(), Error> {
         let connected = self
             .make_ready_to_receive(card, other)
@@ -189,7 +192,7 @@ impl QueuePair {
             path_mtu: card.mtu().0.min(other.mtu.0),
             dest_qp_num: other.pair,
             rq_psn: other.first_packet,
-            // Nobody reads from this end; some devices take no 0.
+            // Nobody reads from this end, but some devices refuse 0.
             max_dest_rd_atomic: 1,
             min_rnr_timer: NOT_READY.0,
             ah_attr: way,
@@ -230,7 +233,7 @@ impl QueuePair {
     }
 
     fn modify(&mut self, attributes: &mut IbvQpAttr, mask: &[QpMask]) -> Result<(), VerbsError> {
-        // SAFETY: the pair exists; fields beyond the mask are not read.
+        // SAFETY: the pair exists; the library reads only the fields that the mask names.
         unsafe { self.verbs().modify_qp(self.pair, attributes, QpMask::all(mask)) }
     }
 
@@ -238,13 +241,13 @@ impl QueuePair {
         self.domain.verbs
     }
 
-    /// Why nothing more comes of it, if the device has told so.
+    /// Why nothing more comes from this queue pair, if the device has reported a failure.
     pub(super) fn problem(&self) -> Option<String> {
         self.events.problem(self.number(), self.queue)
     }
 
     pub(super) fn number(&self) -> u32 {
-        // SAFETY: it exists until it is destroyed, and is asked before.
+        // SAFETY: a pair that is not null exists: `destroy` sets the pointer to null.
         if self.pair.is_null() { 0 } else { unsafe { (*self.pair).qp_num } }
     }
 
@@ -255,7 +258,7 @@ impl QueuePair {
         unsafe { BorrowedFd::borrow_raw((*self.channel).fd) }
     }
 
-    /// Posts a request that takes a number which the other end sends, and no bytes.
+    /// Posts a receive request, which takes one number that the other end sends, and no bytes.
     pub(super) fn post_receive(&mut self) -> Result<(), VerbsError> {
         let mut request =
             IbvRecvWr { wr_id: RECEIVED, next: ptr::null_mut(), sg_list: ptr::null_mut(), num_sge: 0 };
@@ -317,8 +320,8 @@ impl QueuePair {
         }
     }
 
-    /// So many completions that have come, the oldest first, or `None` where there are no more. Before that is said to a progress thread that is about to
-    /// sleep (`wanted`), the device is asked to tell of the next one, and looked at once more.
+    /// Puts completions that have come in `into`, the oldest first, and returns how many. `None`: there are no more. If the progress thread is about to
+    /// sleep (`wanted`), the descriptor is armed before that, and `Some(0)` means that the caller must look once more.
     pub(super) fn completions(
         &mut self,
         wanted: impl Fn() -> bool,
@@ -328,14 +331,14 @@ impl QueuePair {
         Ok((count > 0 || wanted() && self.arm()?).then_some(count))
     }
 
-    /// Completions that have come, the oldest first: how many.
+    /// Puts completions that have come in `into`, the oldest first, and returns how many.
     pub(super) fn poll(&mut self, into: &mut [IbvWc]) -> Result<usize, VerbsError> {
         // SAFETY: the queue exists as long as `self`.
         unsafe { self.verbs().poll_cq(self.queue, into) }
     }
 
-    /// Has the descriptor tell of the next completion. `true`: it was not asked to before, so that one may have come in between, and whoever wants to
-    /// sleep has to look once more.
+    /// Arms the descriptor: it becomes readable when the next completion comes. `true`: it was not armed before, so a completion may have come since the
+    /// last look, and whoever wants to sleep must look once more.
     pub(super) fn arm(&mut self) -> Result<bool, VerbsError> {
         if self.armed && !self.take_event()? {
             return Ok(false);
@@ -346,19 +349,19 @@ impl QueuePair {
         Ok(true)
     }
 
-    /// Takes what the descriptor has told, if it has.
+    /// Takes the event that has come through the descriptor; `false`: none has come.
     fn take_event(&mut self) -> Result<bool, VerbsError> {
         let (mut queue, mut data) = (ptr::null_mut(), ptr::null_mut());
-        // SAFETY: the channel exists, and does not block; room for two pointers.
+        // SAFETY: the channel exists, and does not block; there is room for both pointers.
         match unsafe { self.verbs().get_cq_event(self.channel, &raw mut queue, &raw mut data) } {
-            // SAFETY: the event of the one queue that the channel is of, which exists; it is acknowledged once.
+            // SAFETY: the channel serves only this queue, which exists, so the event is the queue's; it is acknowledged once.
             Ok(()) => unsafe { self.verbs().ack_cq_events(self.queue, 1) }.map(|()| true),
             Err(error) if is_not_yet(&error) => Ok(false),
             Err(error) => Err(error),
         }
     }
 
-    /// Ends all traffic: what is posted completes with an error, and nothing more is accepted from the other end.
+    /// Ends all traffic: posted requests complete with an error, and nothing more is accepted from the other end.
     pub(super) fn fail(&mut self) {
         if self.pair.is_null() {
             return;
@@ -369,13 +372,14 @@ impl QueuePair {
         }
     }
 
-    /// Destroys it, and its completions with it. `true`: the device touches nothing any more that its requests named, or that the other end could name.
+    /// Destroys the queue pair, and its completions with it. `true`: the device no longer touches memory that the pair's requests named, or that the other
+    /// end could name through it.
     pub(super) fn destroy(&mut self) -> bool {
         if self.pair.is_null() {
             return true;
         }
         let number = self.number();
-        // SAFETY: it exists, and is not used any more.
+        // SAFETY: the pair exists, and is not used any more.
         let destroyed = unsafe { self.verbs().destroy_qp(self.pair) };
         match destroyed {
             Ok(()) => {
@@ -390,12 +394,12 @@ impl QueuePair {
 
 impl Drop for QueuePair {
     fn drop(&mut self) {
-        // In a child of a fork it is the parent's. Where the pair cannot be destroyed, what it needs stays as well.
+        // In a forked child the pair is the parent's. If the pair cannot be destroyed, its completion queue and channel stay, too.
         if forked::is_forked() || !self.destroy() {
             return;
         }
-        // SAFETY: of each kind one, made by `make` or null, and used by nobody any more: the pair is gone. Every event that was taken was acknowledged,
-        // for which destroying the queue would wait.
+        // SAFETY: `make` made the queue and the channel, or they are null. Nobody uses them any more, as the pair is gone. Every event that was taken was
+        // acknowledged, so that destroying the queue does not wait for that.
         unsafe {
             if !self.queue.is_null() {
                 let _ = self.verbs().destroy_cq(self.queue);
@@ -407,10 +411,10 @@ impl Drop for QueuePair {
     }
 }
 
-/// What the completion of a receive request carries as its id.
+/// The id of all receive requests, which their completions carry.
 pub(super) const RECEIVED: u64 = u64::MAX;
 
-/// A request that says nothing yet.
+/// A send request with nothing filled in.
 const NOTHING: IbvSendWr = IbvSendWr {
     wr_id: 0,
     next: ptr::null_mut(),

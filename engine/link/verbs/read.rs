@@ -15,7 +15,7 @@ use crate::error::Error;
 
 /// Where the kernel lists its devices.
 const IN_KERNEL: &str = "/sys/class/infiniband";
-/// Where the files are through which programs reach them.
+/// Where the files are through which programs reach the devices.
 const DEVICE_FILES: &str = "/dev/infiniband";
 /// The number of the capability to lock memory beyond the limit (`CAP_IPC_LOCK`, linux/capability.h).
 const IPC_LOCK: u32 = 14;
@@ -27,7 +27,7 @@ fn missing(problem: String) -> Error {
 /// libibverbs, as this process has it.
 ///
 /// # Errors
-/// [`Error::Unavailable`]: there is none, or it lacks what is needed.
+/// [`Error::Unavailable`]: there is no such library, or it lacks a function that is needed.
 pub(crate) fn library() -> Result<&'static Verbs, Error> {
     Verbs::get().map_err(|unavailable| {
         missing(format!(
@@ -43,7 +43,7 @@ pub(crate) fn library() -> Result<&'static Verbs, Error> {
 /// [`Error::Unavailable`]: the library does not list devices.
 pub(crate) fn facts(verbs: &Verbs) -> Result<Facts, Error> {
     let devices = verbs.devices().map_err(|error| {
-        // ENOSYS: the kernel's part of it is not loaded, or not to be seen from here.
+        // ENOSYS: the kernel's RDMA modules are not loaded, or cannot be seen from this container.
         let advice = match error.code == Errno::NOSYS.raw_os_error() {
             true => format!(
                 ": the kernel has no support for RDMA; load the modules of the card's driver and ib_uverbs, or, in a container, start it with \
@@ -73,7 +73,7 @@ pub(super) fn in_kernel() -> Vec<String> {
     names
 }
 
-/// A device, opened for as long as it is asked.
+/// Describes a device, which is open only while it is queried.
 fn device(devices: &Devices<'_>, at: usize) -> Device {
     let ask = || {
         let context = devices.open(at)?;
@@ -86,7 +86,7 @@ fn device(devices: &Devices<'_>, at: usize) -> Device {
 
 fn ports(context: &Context<'_>, count: u8) -> Vec<Port> {
     let asked: Vec<_> = (1..=count).map(|number| (number, context.port(number))).collect();
-    // One more than there can be, in case the kernel wants room to spare.
+    // Room for one entry more than there can be, in case the kernel wants room to spare.
     let tables = asked.iter().filter_map(|(_, port)| port.as_ref().ok());
     let room: usize = tables.map(|port| usize::try_from(port.gid_tbl_len).unwrap_or(0)).sum();
     let gids = context.gids(room + 1);
@@ -122,7 +122,7 @@ fn gid(entry: &IbvGidEntry) -> Gid {
     }
 }
 
-/// What this process may lock.
+/// How much memory this process may lock.
 fn locked() -> Locked {
     let read = |file: &str| std::fs::read_to_string(file).unwrap_or_default();
     match getrlimit(Resource::Memlock).current {
@@ -133,8 +133,8 @@ fn locked() -> Locked {
     }
 }
 
-/// Whether the process that has this `/proc/PID/status` and this `/proc/PID/uid_map` is above the limit: it has the capability, and not only in a
-/// user namespace, where the kernel does not count it for this.
+/// Whether the process that has this `/proc/PID/status` and this `/proc/PID/uid_map` may exceed the limit. For that, the kernel counts the capability
+/// only in the initial user namespace, the one whose `uid_map` maps all numbers to themselves.
 pub(super) fn may_lock(status: &str, uid_map: &str) -> bool {
     let effective = status.lines().find_map(|line| line.strip_prefix("CapEff:"));
     let bits = effective.and_then(|bits| u64::from_str_radix(bits.trim(), 16).ok());
@@ -142,7 +142,7 @@ pub(super) fn may_lock(status: &str, uid_map: &str) -> bool {
     is_of_all && bits.is_some_and(|bits| bits & 1 << IPC_LOCK != 0)
 }
 
-/// The addresses of this host's interfaces. Where they cannot be had, nothing is known of them.
+/// The addresses of this host's network interfaces; none if they cannot be read.
 fn interfaces() -> Vec<Interface> {
     let all = if_addrs::get_if_addrs().unwrap_or_default();
     let own = all.into_iter().map(|own| {

@@ -18,11 +18,11 @@ use crate::link::tcp::Accept;
 use crate::link::{Break, Frame, HEADER_BYTES, Header, INLINE, Interest, LinkRx, Reactor, SLOT, Site};
 use crate::types::Rank;
 
-/// Notes to the sender that the device has not sent yet, at most.
+/// How many notes to the sender may be posted that the device has not sent yet.
 const NOTES: u32 = 2 * super::RECEIVES as u32;
 
 enum State {
-    /// Until the sender's connection has come.
+    /// The sender's connection has not come yet.
     Awaited(Accept),
     Greeting(Talk),
     /// The answer to the sender is on its way.
@@ -33,20 +33,20 @@ enum State {
 
 /// The receiving end.
 pub(super) struct VerbsRx {
-    /// Of the two ends, in the world.
+    /// World ranks of the sender and of the receiver.
     ends: (Rank, Rank),
     peer: Rank,
     card: Arc<Card>,
     reactor: Arc<dyn Reactor>,
     state: State,
-    /// The oldest frame, once it was looked at.
+    /// The oldest frame that was not released, once `peek` has returned it.
     head: Option<Frame>,
     hung_up: bool,
     broke: Option<Break>,
 }
 
-// SAFETY: `head.data` points into the link's own receive area, or into the frame that it puts together: both live as long as the link is open, and
-// nothing in them is tied to a thread.
+// SAFETY: `head.data` points into the link's own receive area, or into the frame that the link puts together: both live as long as the link is open,
+// and neither is tied to a thread. All other fields are `Send`.
 unsafe impl Send for VerbsRx {}
 
 impl VerbsRx {
@@ -63,7 +63,7 @@ impl VerbsRx {
         })
     }
 
-    /// Goes on with what opens the link, as far as that can go now.
+    /// Goes on with opening the link, as far as it can without blocking.
     fn go_on(&mut self) -> Result<(), Error> {
         if let State::Awaited(accept) = &mut self.state
             && let Some(socket) = accept()
@@ -101,9 +101,9 @@ impl VerbsRx {
         Ok(())
     }
 
-    /// The connection broke on which the two ends greet each other.
+    /// Gives the link up: the connection on which the two ends greet each other broke.
     fn break_off(&mut self, problem: String) {
-        let problem = format!("the link was being opened: {problem}");
+        let problem = format!("while the link was being opened: {problem}");
         self.broke = Some(report(&self.card.place(), "an unknown address", problem));
         self.state = State::Dead;
     }
@@ -156,7 +156,7 @@ struct Receiving {
     area: ReceiveArea,
     card: Arc<Card>,
     credits: Receiver,
-    /// Of a narrow link: the large frame that comes in pieces.
+    /// On a narrow link, the large frame that comes in pieces. `None`: frames come whole.
     large: Option<Assembly>,
     first_packet: u32,
     /// Bytes of the largest message that both ports take.
@@ -169,7 +169,7 @@ struct Receiving {
 }
 
 impl Receiving {
-    /// The sender has told of its end.
+    /// Opens this end, after the sender has described its own by `bytes`, a hello.
     fn new(peer: Rank, card: &Arc<Card>, bytes: &[u8; BYTES]) -> Result<Receiving, Error> {
         let other = Hello::decode(bytes).map_err(|problem| Error::protocol(peer, problem))?;
         check_other(card, &other, peer)?;
@@ -179,7 +179,7 @@ impl Receiving {
         let first_packet = first_packet()?;
         let mut pair = QueuePair::new(card, Room { send: NOTES, receive: super::RECEIVES as u32 })?;
         let area = card.area(other.slots)?;
-        // Posted before the sender knows of the queue pair: it never finds none.
+        // Receive requests are posted before the sender knows of the queue pair, so that none of its messages comes too early.
         super::fill(&mut pair, card)?;
         pair.connect(card, first_packet, &other)?;
         Ok(Receiving {
@@ -206,7 +206,7 @@ impl Receiving {
         self.card.hello(self.pair.number(), self.first_packet, self.area.slots, area)
     }
 
-    /// Takes what the device has to tell. Where the progress thread is about to sleep, the device is asked to wake it.
+    /// Takes all completions that have come. If the progress thread is about to sleep, asks the device to wake it at the next one.
     fn look(&mut self) -> Result<(), Error> {
         let mut told = [IbvWc::default(); BATCH];
         loop {
@@ -241,9 +241,9 @@ impl Receiving {
     fn came(&mut self, number: u32, bytes: u32) -> Result<(), String> {
         let most = self.max_message.min(PIECE_BYTES);
         match (Came::of(number), &mut self.large, self.area.memory()) {
-            // SAFETY: the area of a narrow link, as `large` is there, which is mapped as long as it is registered.
+            // SAFETY: `large` exists only on a narrow link, so `area` is a narrow link's; it is mapped as long as it is registered.
             (Came::Part, Some(large), Some(area)) => unsafe { large.take(area.at(0), (bytes, most), false) },
-            (Came::Part, ..) => Err("a piece of a frame came where frames come whole".into()),
+            (Came::Part, ..) => Err("a piece of a large frame came on a link that takes frames whole".into()),
             (Came::Frame { number, large: true }, Some(large), Some(area)) => {
                 self.credits.came((number, true), bytes)?;
                 // SAFETY: as above.
@@ -273,8 +273,8 @@ impl Receiving {
             return self.head_of(large).map_err(wrong);
         }
         let at = memory.at(offset(place)).cast_const();
-        // SAFETY: inside the area, aligned for bytes. Read once, as bytes: the peer may write there meanwhile, if it breaks its word, and what is checked is
-        // what is used.
+        // SAFETY: the header lies inside the area, and bytes need no alignment. A faulty peer may write there meanwhile, so the header is read once: the
+        // bytes that are checked are those that are used.
         let header = unsafe { at.cast::<[u8; HEADER_BYTES]>().read_volatile() };
         let most = if place.slot.is_some() { SLOT } else { INLINE };
         let header = Header::decode(&header, most).map_err(wrong)?;
@@ -301,7 +301,7 @@ impl Receiving {
         Ok(Some(Frame { header, data: payload.as_ptr(), ready: payload.len(), done: 0 }))
     }
 
-    /// Tells the sender what was released, where that is worth a note and the queue has room for one.
+    /// Tells the sender how many pieces were copied and how many frames released, if it is due to be told, and the queue has room for a note.
     fn tell(&mut self) {
         while self.notes < NOTES && !self.is_broken {
             let copied = self.large.as_mut().and_then(Assembly::tell).map(Note::Copied);
@@ -314,7 +314,7 @@ impl Receiving {
         }
     }
 
-    /// That the link broke, once. Also asks whether the device has told of a failure: nothing may come from it any more.
+    /// Returns, once, that the link broke. Also asks whether the device has reported a failure, after which completions may never come.
     fn take_break(&mut self) -> Option<Break> {
         if let Some(problem) = self.pair.problem() {
             self.break_off(problem);
@@ -322,7 +322,7 @@ impl Receiving {
         self.broke.take()
     }
 
-    /// A call of the library's failed.
+    /// Breaks the link off, as a call of the library failed.
     fn lose(&mut self, error: &VerbsError) -> Result<(), Error> {
         self.break_off(error.to_string());
         Ok(())
@@ -340,7 +340,7 @@ impl Receiving {
 impl Drop for Receiving {
     fn drop(&mut self) {
         if crate::forked::is_forked() || !self.pair.destroy() {
-            // The peer may write to it for good.
+            // The peer may go on writing to the area for ever.
             self.area.leave();
         }
     }

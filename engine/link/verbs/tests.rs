@@ -1,4 +1,4 @@
-//! The choice, on hosts that are written down.
+//! Tests of the choice of ports, on hosts that are made up, and of the variables.
 
 use std::net::{IpAddr, Ipv6Addr};
 
@@ -21,7 +21,7 @@ fn gid(index: u32, kind: GidType, address: &str, interface: u32) -> Gid {
     Gid { index, kind, address, interface }
 }
 
-/// What a card on Ethernet has by default: both kinds, for its link-local address, one of IPv6 and one of IPv4, of interface 2.
+/// The GIDs of a usual card on Ethernet, of interface 2: for its link-local address and an IPv4 address RoCE v1 and v2, for an IPv6 address v2.
 fn usual() -> Vec<Gid> {
     let (v1, v2) = (GidType::ROCE_V1, GidType::ROCE_V2);
     vec![
@@ -91,12 +91,12 @@ fn chosen(facts: &Facts) -> Result<Rdma, String> {
     chosen_by(facts, "", "", &[])
 }
 
-/// The ports, with their addresses.
+/// The chosen ports, each with the index of its GID.
 fn taken(rdma: &Rdma) -> Vec<String> {
     rdma.ports.iter().map(|port| format!("{}:{} {}", port.device, port.port, port.gid)).collect()
 }
 
-/// Why one thing was passed over.
+/// Why `what` was passed over.
 fn why(rdma: &Rdma, what: &str) -> String {
     let found = rdma.passed_over.iter().find(|passed| passed.what == what);
     found.unwrap_or_else(|| panic!("{what}: {:?}", rdma.passed_over)).why.clone()
@@ -135,24 +135,24 @@ fn the_interface_at_which_the_others_reach_this_host_comes_before_the_family() {
         let because: Vec<String> = rdma.passed_over.iter().map(ToString::to_string).collect();
         (rdma.ports[0].gid, because.join("; "))
     };
-    // Nothing is known, or they reach it at an interface that is none of the card's.
+    // Nothing is known of the other ranks, or they reach this host at an interface that is not the card's.
     assert_eq!(with(gids(), &[]).0, 0);
     assert_eq!(with(gids(), &["192.168.1.1"]).0, 0);
     let (index, because) = with(gids(), &["10.3.0.1"]);
     assert_eq!(index, 2);
     says(&because, &["GID 0: not of the interface at which", "GID 1: an address of IPv6"]);
-    // By IPv6, where IPv4 may lead nowhere.
+    // They reach it by IPv6, so an IPv4 address may lead nowhere.
     let (index, because) = with(gids(), &["2001:db8:3::1"]);
     assert_eq!(index, 1);
     says(&because, &["GID 2: not the address at which"]);
-    // On the interface, at another address than the card knows.
+    // They reach it at the card's interface, but at an address that the card does not have.
     assert_eq!(with(gids()[..2].to_vec(), &["10.3.0.1"]).0, 1);
-    // An address of another network namespace's comes last, whatever number its interface has there.
+    // An address of another network namespace comes last, whatever number its interface has there.
     let foreign = vec![gid(0, v2, "10.9.0.1", 2), gid(1, v2, "2001:db8::1", 2)];
     let (index, because) = with(foreign, &[]);
     assert_eq!(index, 1);
     says(&because, &["GID 0: of no interface that this process sees"]);
-    // Two alike: the first.
+    // Of two equally good addresses, the one with the lower index is taken.
     let twice = vec![gid(5, v2, "10.0.0.1", 2), gid(3, v2, "10.0.0.1", 2)];
     let (index, because) = with(twice, &[]);
     assert_eq!(index, 3);
@@ -173,7 +173,7 @@ fn all_active_ports_are_taken_those_near_the_other_ranks_first() {
     assert_eq!(taken(&chosen(&facts).unwrap()), ["mlx5_0:1 4", "mlx5_1:1 1"]);
     let near = chosen_by(&facts, "", "", &["10.3.0.1"]).unwrap();
     assert_eq!(taken(&near), ["mlx5_1:1 1", "mlx5_0:1 4"]);
-    // The user's order is the user's.
+    // Ports that the user has named stay in the user's order.
     let named = chosen_by(&facts, "mlx5_0, mlx5_1:1", "", &["10.3.0.1"]).unwrap();
     assert_eq!(taken(&named), ["mlx5_0:1 4", "mlx5_1:1 1"]);
 }
@@ -192,15 +192,15 @@ fn ports_that_cannot_be_used_are_passed_over_each_with_its_reason() {
         ),
         (ethernet(Vec::new()), &["has no address", "ip addr add"]),
         (Found { gids: Vec::new(), ..infiniband() }, &["has no GID"]),
-        (Found { mtu: Mtu(9), ..ethernet(usual()) }, &["an MTU that is none (9)"]),
-        (Found { max_message: 0, ..ethernet(usual()) }, &["takes no messages"]),
+        (Found { mtu: Mtu(9), ..ethernet(usual()) }, &["an MTU code that does not exist (9)"]),
+        (Found { max_message: 0, ..ethernet(usual()) }, &["0 bytes as its largest message"]),
         (Found { layer: LinkLayer(9), ..ethernet(usual()) }, &["neither InfiniBand nor Ethernet"]),
     ];
     for (port, because) in bad {
         let rdma = chosen(&host([device("mlx5_0", [port.clone(), ethernet(usual())])])).unwrap();
         assert_eq!(taken(&rdma), ["mlx5_0:2 4"]);
         says(&why(&rdma, "mlx5_0 port 1"), because);
-        // Alone it is the reason why there is nothing.
+        // If it is the only port, the error gives the same reason.
         let nothing = chosen(&host([device("mlx5_0", [port])])).unwrap_err();
         says(&nothing, &["no port can be used: mlx5_0 port 1: "]);
         says(&nothing, because);
@@ -255,7 +255,7 @@ fn infiniband_takes_its_first_address_and_comes_before_ethernet_unless_the_user_
     let named = chosen_by(&facts, "mlx5_0", "", &[]).unwrap();
     assert_eq!(taken(&named), ["mlx5_0:1 4"]);
     says(&why(&named, "mlx5_1 port 1"), &["left out: ALLSTREAM_RDMA_DEVICE is `mlx5_0`"]);
-    // Old drivers of InfiniBand leave its kind unsaid.
+    // Old InfiniBand drivers do not say of which kind the network is.
     let unsaid = Found { layer: LinkLayer::UNSPECIFIED, ..infiniband() };
     assert_eq!(taken(&chosen(&host([device("old", [unsaid])])).unwrap()), ["old:1 0"]);
 }
@@ -339,11 +339,11 @@ fn a_lock_limit_that_is_too_small_is_told_with_what_is_needed_and_what_raises_it
     ];
     says(&error, &parts);
     assert!(with(Locked::UpTo(64 << 20)).is_ok());
-    // A user who lets it register less needs less.
+    // If the user allows less memory to be registered, less is needed.
     let limited = Facts { locked: Locked::UpTo(24 << 20), ..host([device("mlx5_0", [ethernet(usual())])]) };
     let narrow = Wishes { memory: Some(0), ..Wishes::default() };
     assert!(choose("libibverbs.so.1", &limited, &narrow, &[]).is_ok());
-    // Where nothing could be used anyway, that is what counts.
+    // If no port could be used anyway, the error says that instead.
     let nothing = chosen(&Facts { locked: Locked::UpTo(0), ..host([]) }).unwrap_err();
     says(&nothing, &["there is no device"]);
 }

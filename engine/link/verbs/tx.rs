@@ -78,7 +78,7 @@ impl VerbsTx {
             }
             Err(error) => {
                 let (at, peer_at) = (self.card.place(), "an unknown address");
-                self.broke = Some(report(&at, peer_at, format!("the link was being opened: {error}")));
+                self.broke = Some(report(&at, peer_at, format!("while the link was being opened: {error}")));
                 self.state = State::Dead;
             }
         }
@@ -235,7 +235,7 @@ impl Sending {
         self.to = other.area.ok_or_else(|| wrong("it receives by RDMA, and names no area".into()))?;
         if other.slots > self.most_slots {
             return Err(wrong(format!(
-                "it grants {} slots of {} that were asked for",
+                "it grants {} slots, and {} were asked for",
                 other.slots, self.most_slots
             )));
         }
@@ -290,7 +290,7 @@ impl Sending {
             (Note::Released(count), _) => self.credits.told(count),
             (Note::Copied(count), Some(pieces)) => pieces.told(count, COUNT),
             (Note::Copied(_), None) => {
-                Err("it says to have copied pieces of frames, and none was sent".into())
+                Err("it says that it copied pieces of frames, and none was sent".into())
             }
         };
         told.map_err(|problem| Error::protocol(self.peer, problem))?;
@@ -309,7 +309,8 @@ impl Sending {
         }
     }
 
-    /// Breaks the link off because a call of the library failed, or because the device says that it has failed. Nobody knows what the device still reads until the queue pair is destroyed.
+    /// Breaks the link off because a call of the library failed, or because the device has reported a failure. Nobody knows what the device still reads
+    /// until the queue pair is destroyed.
     fn lose(&mut self, problem: impl ToString) -> Result<(), Error> {
         self.break_off(problem.to_string());
         if self.pair.destroy() {
@@ -331,12 +332,12 @@ impl Sending {
         }
     }
 
-    /// That the link broke, once. Also asks whether the device has told of a failure: its completions then may never come.
+    /// Returns, once, that the link broke. Also asks whether the device has reported a failure, after which completions may never come.
     fn take_break(&mut self) -> Option<Break> {
         if !self.is_over()
             && let Some(problem) = self.pair.problem()
         {
-            // It always succeeds.
+            // `lose` always returns `Ok`.
             let _ = self.lose(problem);
         }
         self.broke.take()
@@ -365,7 +366,7 @@ impl Sending {
     /// Whether the device is done with all that was posted.
     fn is_quiet(&mut self) -> bool {
         let _ = self.look();
-        // A card that has failed completes nothing more: with the queue pair the frames are gone.
+        // A card that has failed completes nothing more: so `lose` destroys the queue pair, after which the device reads no frame any more.
         if self.credits.gone() < self.credits.posted()
             && let Some(problem) = self.pair.problem()
         {
@@ -502,7 +503,7 @@ fn piece(at: *const u8, bytes: usize, key: u32) -> IbvSge {
 }
 
 /// Takes the pieces of memory `from` as one behind the other, and puts the part of `bytes` bytes that begins at byte `skip` into `into`.
-/// Returns of how many pieces that part is.
+/// Returns how many pieces that part has.
 fn part_of(from: &[IbvSge], mut skip: usize, mut bytes: usize, into: &mut [IbvSge; 2]) -> usize {
     let mut count = 0;
     for piece in from {

@@ -1,4 +1,4 @@
-//! What the user has said about RDMA by variables: which devices and addresses, and what queue pairs are set to.
+//! What the user has asked of RDMA by environment variables: which devices and addresses to use, and the settings of queue pairs.
 
 use std::fmt;
 
@@ -11,23 +11,23 @@ const SERVICE_LEVEL: &str = "ALLSTREAM_RDMA_SL";
 const PKEY: &str = "ALLSTREAM_RDMA_PKEY";
 pub(super) const MEMORY: &str = "ALLSTREAM_RDMA_MEMORY";
 
-/// What was said; by default nothing.
+/// What the user has asked for; nothing by default.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Wishes {
     pub(crate) devices: Option<Named>,
-    /// The index of the address to be taken on each port.
+    /// The index of the address to use on each port.
     pub(crate) gid: Option<u32>,
-    /// After how long a packet that was not acknowledged is sent again: 4.096 us, doubled so often. 0 stands for no end.
+    /// After how long an unacknowledged packet is sent again: 4.096 us, doubled so many times. 0: never.
     pub(crate) timeout: Option<u8>,
-    /// How often, before the connection counts as broken.
+    /// How many times it is sent again before the connection counts as broken.
     pub(crate) retry: Option<u8>,
-    /// Of packets of RoCE (and of InfiniBand between subnets): the byte by which networks give way to some.
+    /// The byte by which networks give some packets priority: of RoCE packets, and of InfiniBand packets between subnets.
     pub(crate) traffic_class: Option<u8>,
-    /// Of InfiniBand (and of RoCE in a VLAN) the same within a subnet.
+    /// The number by which an InfiniBand subnet, or for RoCE a VLAN, gives some packets priority.
     pub(crate) service_level: Option<u8>,
     /// The index of the partition key in the port's table.
     pub(crate) pkey: Option<u16>,
-    /// Bytes of memory that a rank may register for what its peers send, before further links get the least.
+    /// Bytes of memory that a rank may register for what its peers send. Once they are used up, new links are narrow.
     pub(crate) memory: Option<usize>,
 }
 
@@ -77,10 +77,10 @@ impl fmt::Display for Named {
 }
 
 impl Wishes {
-    /// What an environment says. A variable that is empty says nothing.
+    /// Reads the variables by `get`. An empty one counts as not set.
     ///
     /// # Errors
-    /// A variable's name and value, and what was expected.
+    /// A variable cannot be understood: its name and value, and what was expected.
     pub(crate) fn from_lookup(get: impl Fn(&str) -> Option<String>) -> Result<Wishes, String> {
         let get = |name| get(name).map(|value| value.trim().to_owned()).filter(|value| !value.is_empty());
         let devices = get(DEVICE).map(|text| {
@@ -124,7 +124,7 @@ impl Wishes {
 }
 
 impl Wishes {
-    /// Whether the user has named what is to be used, and not only what is not.
+    /// Whether the user has named a device or an address to use, rather than only devices to leave out.
     pub(crate) fn names_a_port(&self) -> bool {
         self.gid.is_some() || self.devices.as_ref().is_some_and(|named| !named.all_but)
     }

@@ -4,14 +4,14 @@ use std::ffi::c_void;
 
 use crate::types::DType;
 
-/// The version of these structures. Another minor one adds codes; another major one changes the layout.
+/// The version of these structures. A new minor version adds codes; a new major version changes the layout.
 pub const VERSION: DLPackVersion = DLPackVersion { major: 1, minor: 1 };
 
 /// `kDLCPU`: the host's memory.
 pub const DL_CPU: i32 = 1;
 /// `kDLCUDA`: a CUDA device's memory.
 pub const DL_CUDA: i32 = 2;
-/// `kDLCUDAHost`: pinned memory of the host's.
+/// `kDLCUDAHost`: pinned host memory.
 pub const DL_CUDA_HOST: i32 = 3;
 
 /// `DLPACK_FLAG_BITMASK_READ_ONLY`: the consumer must not write to the tensor.
@@ -21,9 +21,9 @@ pub const FLAG_READ_ONLY: u64 = 1;
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DLPackVersion {
-    /// The layout.
+    /// Changes with the layout of the structures.
     pub major: u32,
-    /// The codes that there are.
+    /// Changes when codes are added.
     pub minor: u32,
 }
 
@@ -33,7 +33,7 @@ pub struct DLPackVersion {
 pub struct DLDevice {
     /// `DLDeviceType`: [`DL_CPU`], [`DL_CUDA`] and others.
     pub device_type: i32,
-    /// Which of them. For a CUDA device its number, as `CUDA_VISIBLE_DEVICES` has it.
+    /// Which device of this type. For CUDA: its number among the devices that are visible (`CUDA_VISIBLE_DEVICES`).
     pub device_id: i32,
 }
 
@@ -43,9 +43,9 @@ pub struct DLDevice {
 pub struct DLDataType {
     /// `DLDataTypeCode`.
     pub code: u8,
-    /// Of one lane.
+    /// Bits of one lane.
     pub bits: u8,
-    /// Elements that are one vector; 1 for plain types.
+    /// How many values one element has: more than 1 for vector types, 1 for plain types.
     pub lanes: u16,
 }
 
@@ -53,7 +53,7 @@ pub struct DLDataType {
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct DLTensor {
-    /// The memory. On a device an address of the device's.
+    /// Start of the memory; on a device, an address of that device.
     pub data: *mut c_void,
     /// Where it is.
     pub device: DLDevice,
@@ -63,9 +63,9 @@ pub struct DLTensor {
     pub dtype: DLDataType,
     /// `ndim` lengths.
     pub shape: *mut i64,
-    /// `ndim` distances, in elements; null where rows follow each other.
+    /// `ndim` distances, in elements; null if the tensor is row by row without gaps.
     pub strides: *mut i64,
-    /// From `data` to the first element.
+    /// Bytes from `data` to the first element.
     pub byte_offset: u64,
 }
 
@@ -75,23 +75,23 @@ pub struct DLTensor {
 pub struct DLManagedTensor {
     /// The tensor.
     pub dl_tensor: DLTensor,
-    /// The producer's.
+    /// The producer's own data.
     pub manager_ctx: *mut c_void,
-    /// Called once, by whoever has the tensor, when it is done with it.
+    /// Called once, by whoever holds the tensor, when the holder no longer needs it.
     pub deleter: Option<unsafe extern "C" fn(*mut DLManagedTensor)>,
 }
 
 /// `DLManagedTensorVersioned`: a capsule named `dltensor_versioned`.
 ///
-/// What comes before `dl_tensor` is the same in every major version.
+/// The fields before `dl_tensor` are the same in every major version.
 #[repr(C)]
 #[derive(Debug)]
 pub struct DLManagedTensorVersioned {
-    /// The producer's.
+    /// The version that the producer has used.
     pub version: DLPackVersion,
-    /// The producer's.
+    /// The producer's own data.
     pub manager_ctx: *mut c_void,
-    /// Called once, by whoever has the tensor, when it is done with it.
+    /// Called once, by whoever holds the tensor, when the holder no longer needs it.
     pub deleter: Option<unsafe extern "C" fn(*mut DLManagedTensorVersioned)>,
     /// [`FLAG_READ_ONLY`] and others.
     pub flags: u64,
@@ -127,7 +127,7 @@ mod tests {
 
     use super::*;
 
-    /// As a C compiler has them on 64-bit systems, where `int32_t` enums, pointers and `uint64_t` are as here.
+    /// The layouts that a C compiler gives the header's structures on 64-bit systems, where enums have 32 bits.
     #[test]
     #[cfg(target_pointer_width = "64")]
     fn layouts_are_those_of_the_header() {
@@ -173,7 +173,7 @@ mod tests {
         assert_eq!(told(4, 16, 1), Some(DType::BF16));
         assert_eq!(told(6, 8, 1), Some(DType::Bool));
         assert_eq!((told(10, 8, 1), told(12, 8, 1)), (Some(DType::F8E4M3), Some(DType::F8E5M2)));
-        // Vectors, bits of a bool, complex numbers, the float of 8 bits with infinities.
+        // A vector, a bool of one bit, a complex number, the e4m3 float with infinities, and a float of 8 bits of no named format.
         assert_eq!([told(2, 32, 4), told(6, 1, 1), told(5, 64, 1), told(8, 8, 1), told(2, 8, 1)], [None; 5]);
     }
 }

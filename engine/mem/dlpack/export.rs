@@ -1,4 +1,4 @@
-//! Buffers given to others as DLPack tensors.
+//! Buffers given to other libraries as DLPack tensors.
 
 use std::ffi::c_void;
 use std::fmt;
@@ -12,30 +12,30 @@ use super::tensor::MAX_DIMENSIONS;
 use crate::error::{Error, Failed};
 use crate::mem::{Buf, Where};
 
-/// A buffer that is to be given away as a tensor of DLPack: [`export`] makes it.
+/// A buffer that is about to be given away as a DLPack tensor: [`export`] makes it.
 #[must_use = "nobody has the tensor until one of the `into_` functions gives it"]
 pub struct Export<B: Buf> {
     buf: B,
     tensor: DLTensor,
-    /// Lengths, and then strides.
+    /// The lengths of all dimensions, then their strides.
     dims: Vec<i64>,
 }
 
-// SAFETY: the pointers in `tensor` are of `buf`, which is `Send`.
+// SAFETY: the only pointer in `tensor` that is not null is to memory of `buf`, which is `Send`.
 unsafe impl<B: Buf> Send for Export<B> {}
 
-/// Makes a buffer, of the host's or of a device's, ready to be given to another library as a tensor of this shape, its rows
-/// one after another.
+/// Makes a buffer, on the host or on a device, ready to be given to another library as a tensor of this shape, row by row
+/// without gaps.
 ///
-/// The other library gets the memory alone, nothing is copied, and the buffer is dropped when it calls the tensor's deleter,
-/// once, on any thread.
+/// Nothing is copied, and the other library becomes the memory's only user. The buffer is dropped when that library calls
+/// the tensor's deleter, once, on any thread.
 ///
-/// *Order.* A device buffer is in the order of its stream: what the other library does with it has to come there. Python's
-/// `__dlpack__(stream=..)` names the stream that the consumer will use. [`DeviceBuf::on`](crate::cuda::DeviceBuf::on) moves a
-/// buffer to it first, with a [`DeviceStream`](crate::cuda::DeviceStream) made by `from_raw`: then the consumer's work comes
-/// after ours, and the memory is used again after the consumer's, however early the deleter is called.
+/// *Order.* A device buffer is used in the order of its stream, so the other library must put its work on that stream. In
+/// Python, `__dlpack__(stream=..)` names the stream that the consumer will use. First move the buffer to that stream:
+/// [`DeviceBuf::on`](crate::cuda::DeviceBuf::on), with a [`DeviceStream`](crate::cuda::DeviceStream) made by `from_raw`. Then the
+/// consumer's work comes after ours, and we use the memory again only after that work, however early the deleter is called.
 ///
-/// Pinned memory is exported as any of the host's.
+/// Pinned memory is exported as ordinary host memory.
 ///
 /// ```
 /// use allstream::dlpack::{self, Tensor};
@@ -50,8 +50,8 @@ unsafe impl<B: Buf> Send for Export<B> {}
 /// ```
 ///
 /// # Errors
-/// [`Failed`] with the buffer (always `Some`) and [`Error::Invalid`]: the shape is not of as many elements, or has more than
-/// 64 dimensions. Of a device buffer whose collective has failed, the cause of that.
+/// [`Failed`] with the buffer (always `Some`) and [`Error::Invalid`]: the shape has another number of elements than the
+/// buffer, or more than 64 dimensions, or no operation can use the buffer. If the collective that wrote a device buffer has failed: the cause of that.
 pub fn export<B: Buf>(mut buf: B, shape: &[usize]) -> Result<Export<B>, Failed<B>> {
     let place = buf.location().0;
     let problem = match place {
@@ -79,7 +79,7 @@ pub fn export<B: Buf>(mut buf: B, shape: &[usize]) -> Result<Export<B>, Failed<B
     let strides = (0..shape.len()).map(|at| shape[at + 1..].iter().fold(1, |all, n| (*n).max(1) * all));
     let dims = shape.iter().copied().chain(strides).map(|n| n as i64).collect();
     let tensor = DLTensor {
-        // The header asks for it: without elements, no address.
+        // `dlpack.h` asks for a null pointer if there are no elements.
         data: if buf.is_empty() { null_mut() } else { data },
         device,
         ndim: shape.len() as i32,
@@ -91,12 +91,12 @@ pub fn export<B: Buf>(mut buf: B, shape: &[usize]) -> Result<Export<B>, Failed<B
     Ok(Export { buf, tensor, dims })
 }
 
-/// Why this shape does not suit so many elements. Whatever does has lengths and strides that an `i64` holds.
+/// Why this shape does not fit `len` elements. `None`: it does, and each of its lengths and strides fits an `i64`.
 fn misshapen(shape: &[usize], len: usize) -> Option<String> {
     if shape.len() > MAX_DIMENSIONS {
         return Some(format!("{} dimensions, and libraries take at most {MAX_DIMENSIONS}", shape.len()));
     }
-    // Without the zeros: a length beside a zero must fit as well.
+    // The product without the zeros: in a shape with a zero, the other lengths must fit as well.
     let lens = || shape.iter().copied();
     let span = lens().filter(|n| *n > 0).try_fold(1_usize, usize::checked_mul);
     let elements = if lens().any(|n| n == 0) { Some(0) } else { span };
@@ -109,7 +109,7 @@ fn misshapen(shape: &[usize], len: usize) -> Option<String> {
     }
 }
 
-/// What a tensor's `manager_ctx` points to. The tensor is a part of it, and goes with it.
+/// What a tensor's `manager_ctx` points to. The tensor is a part of it, and is freed with it.
 struct Holder<M, B> {
     managed: M,
     _dims: Vec<i64>,
@@ -117,8 +117,8 @@ struct Holder<M, B> {
 }
 
 impl<B: Buf> Export<B> {
-    /// The tensor in its present form, for a capsule named `dltensor_versioned`. It is the caller's: whoever has it calls
-    /// its deleter once; where nobody does, the buffer leaks.
+    /// The tensor in DLPack's current form, for a capsule named `dltensor_versioned`. The caller owns it: whoever holds it
+    /// must call its deleter once. If nobody does, the buffer leaks.
     pub fn into_versioned(self) -> NonNull<DLManagedTensorVersioned> {
         self.leak(
             |dl_tensor| DLManagedTensorVersioned {
@@ -132,7 +132,7 @@ impl<B: Buf> Export<B> {
         )
     }
 
-    /// The tensor in its older form, for a capsule named `dltensor`. Otherwise as [`into_versioned`](Self::into_versioned).
+    /// The tensor in DLPack's older form, for a capsule named `dltensor`. Otherwise as [`into_versioned`](Self::into_versioned).
     pub fn into_legacy(self) -> NonNull<DLManagedTensor> {
         self.leak(
             |dl_tensor| DLManagedTensor {
@@ -156,14 +156,14 @@ impl<B: Buf> Export<B> {
     ) -> NonNull<M> {
         let Export { buf, mut tensor, mut dims } = self;
         let ndim = dims.len() / 2;
-        // The numbers do not move with the vector that has them.
+        // The numbers lie on the heap, and stay there when the vector moves.
         let (shape, strides) = dims.split_at_mut(ndim);
         (tensor.shape, tensor.strides) = (shape.as_mut_ptr(), strides.as_mut_ptr());
         let holder = Box::new(Holder { managed: managed(tensor), _dims: dims, _buf: buf });
         let holder = Box::into_raw(holder);
-        // SAFETY: it was just made, and nobody else knows of it.
+        // SAFETY: the holder was just made, and nobody else knows of it.
         let managed = unsafe { &mut (*holder).managed };
-        // SAFETY: a field of it.
+        // SAFETY: `slot` gives the address of a field of `managed`.
         unsafe { slot(managed).write(holder.cast()) };
         NonNull::from(managed)
     }
@@ -191,11 +191,11 @@ unsafe extern "C" fn delete_legacy<B: Buf>(this: *mut DLManagedTensor) {
 }
 
 /// # Safety
-/// `context` is of a box that `leak` made with these types, and this is the only call with it.
+/// `context` points to the holder that `leak` boxed with these types, and this is the only call with it.
 unsafe fn drop_holder<M, B: Buf>(context: *mut c_void) {
     // SAFETY: as the caller promises.
     let holder = unsafe { Box::from_raw(context.cast::<Holder<M, B>>()) };
-    // A panic must not pass through code that is not Rust's.
+    // A panic must not unwind into the other library's code.
     if catch_unwind(AssertUnwindSafe(|| drop(holder))).is_err() {
         tracing::error!("a buffer that was given away panicked when it was dropped");
     }

@@ -6,18 +6,18 @@ use crate::error::Error;
 use crate::mem::Buf;
 
 impl<B: Buf> Buckets<B> {
-    /// Scales the gradients that [`finish`](Self::finish) has given back, all by one factor, where the norm of the whole model's gradients is
-    /// more than `most`, so that it is `most` then. Gives the norm that they had: the same bits on all ranks. Computed in `f64`.
+    /// Scales all gradients that [`finish`](Self::finish) has given back by one factor if the norm of the whole model's gradients is more
+    /// than `most`, so that the norm becomes `most`. Returns the norm before that: the same bits on all ranks. Computed in `f64`.
     ///
-    /// Where buckets are [sharded](super::super::Options::sharded), the squares of what each rank [owns](Self::owned) are added up over all
-    /// ranks by one `all_reduce` of a number for each parameter, and each rank scales what it owns. Else nothing is sent, as by the function
-    /// [`clip_norm`](super::super::clip_norm). So it is collective: all ranks call it, between `finish` and the optimizer's step, and await
-    /// it to its end.
+    /// If buckets are [sharded](super::super::Options::sharded), one `all_reduce`, of a number for each parameter, adds up over all ranks the
+    /// squares of the elements that each rank [owns](Self::owned), and each rank scales what it owns. Else nothing is sent, as in the function
+    /// [`clip_norm`](super::super::clip_norm). All ranks call this, between `finish` and the optimizer's step, and await it to its end.
     ///
     /// # Errors
-    /// [`Error::Invalid`], and nothing is changed, on all ranks alike: a gradient with a NaN or an infinity, on whichever rank, which is named
-    /// by its number in the layout; one of integers, or on a device; a limit that is not positive and finite; gradients that are not those
-    /// of the layout, or a step that has begun. Else as a collective.
+    /// [`Error::Invalid`], and nothing is changed. On all ranks alike: a gradient of any rank has a NaN or an infinity (the error gives its
+    /// number in the layout), or the layout has integers or gradients on devices. Only on the rank whose call is wrong: the limit is not
+    /// positive and finite, the gradients are not those of the layout, or a step has begun; if buckets are sharded, the other ranks then
+    /// wait for this one. Else as a collective.
     pub async fn clip_norm(&mut self, grads: &mut [B], most: f64) -> Result<f64, Error> {
         check_limit(most)?;
         self.check_clipped(grads)?;

@@ -1,4 +1,4 @@
-//! What ranks tell each other at the end of a step: in which order rank 0 has pushed, and of which parameters any rank has a gradient.
+//! What ranks tell each other at the end of a step: the order in which rank 0 has pushed, and which parameters have a gradient on any rank.
 
 use crate::comm::{Comm, Work};
 use crate::error::Error;
@@ -13,12 +13,12 @@ pub(super) struct PushOrder {
     pub(super) pushed: Vec<u64>,
     /// The broadcast of rank 0's order.
     pub(super) learning: Option<Work<Vec<u64>>>,
-    /// That of a step that was joined, which comes while the next one goes on.
+    /// The broadcast of the order of a joined step, which comes while the next step goes on.
     pub(super) of_joined: Option<Work<Vec<u64>>>,
 }
 
 impl PushOrder {
-    /// The order of rank 0 in this step.
+    /// Waits for the order in which rank 0 has pushed in this step.
     pub(super) async fn learn(&mut self, comm: &mut Comm) -> Result<Vec<u64>, Error> {
         let work = self.learning.get_or_insert_with(|| comm.broadcast(std::mem::take(&mut self.pushed), 0));
         let order = work.await;
@@ -26,7 +26,7 @@ impl PushOrder {
         Ok(order?)
     }
 
-    /// Asks for the order of this step, which is joined, if it is to be learnt.
+    /// For a step that is joined: starts the broadcast of its order, if that is still to be learnt, and does not wait for it.
     pub(super) fn learn_later(&mut self, comm: &mut Comm) {
         if !self.is_learnt {
             let pushed = std::mem::take(&mut self.pushed);
@@ -36,18 +36,18 @@ impl PushOrder {
     }
 }
 
-/// Of which parameters any rank has a gradient in this step.
+/// Which parameters have a gradient on any rank in this step.
 #[derive(Default)]
 pub(super) struct UsedParams {
     /// By parameter: 0 if no rank has one.
     pub(super) used: Vec<u8>,
     pub(super) uniting: Option<Work<Vec<u8>>>,
-    /// Whether `used` is of this step: a finish that is called again does not ask again.
+    /// Whether `used` is that of this step: a `finish_some` that is called again does not ask again.
     pub(super) is_united: bool,
 }
 
 impl UsedParams {
-    /// Finds out, once in a step. `is_lent`: of which parameters this rank has none.
+    /// Fills `used`, once in a step. `is_lent`: the parameters of which this rank has no gradient.
     pub(super) async fn unite(&mut self, comm: &mut Comm, is_lent: &[bool]) -> Result<(), Error> {
         if !self.is_united {
             let work = self.uniting.get_or_insert_with(|| {

@@ -6,7 +6,7 @@ use crate::error::{Error, Failed};
 use crate::mem::{Buf, elements};
 use crate::train::{Options, Param};
 
-/// Parameters that an error names.
+/// The most parameters that an error names.
 const MOST_NAMED: usize = 8;
 
 /// All gradients of a step that failed, in the order of the layout; `None` where there was none, or where something may still access it.
@@ -14,14 +14,14 @@ pub(super) type Back<B> = Vec<Option<B>>;
 
 /// The gradients of a step, by parameter.
 pub(super) struct Gradients<B> {
-    /// Each one, unless an operation has it. One that is packed stays here while its copy is reduced. While weights are gathered: those.
+    /// Each gradient, unless an operation has it. A packed one stays here while its copy is reduced. While weights are gathered: the weights.
     pub(super) bufs: Back<B>,
     pub(super) is_pushed: Vec<bool>,
-    /// Parameters of which this rank has no gradient in this step, and reduces zeros.
+    /// For each parameter: whether this rank has no gradient of it in this step, and reduces zeros.
     pub(super) is_lent: Vec<bool>,
-    /// Of parameters whose gradients are compressed: what rounding has taken from them. Else empty. Kept from step to step.
+    /// For each parameter: what rounding has taken from its gradient; empty if that is not compressed. Kept from step to step.
     pub(super) residuals: Vec<Vec<f32>>,
-    /// What the last step gave back is handed out from here.
+    /// From `done` or `some` the gradients of a finished step are handed out; both are kept, so that this needs no new vector.
     done: Vec<B>,
     some: Back<B>,
 }
@@ -66,7 +66,7 @@ impl<B: Buf> Gradients<B> {
         (0..self.bufs.len()).find(|i| self.is_pushed[*i] || self.bufs[*i].is_some())
     }
 
-    /// What is wrong with a step that is to be finished.
+    /// Why the step cannot be finished: parameters without a gradient. `None`: it can.
     pub(super) fn missing(&self) -> Option<String> {
         let missing = || (0..self.is_pushed.len()).filter(|i| !self.is_pushed[*i]);
         let (found, all) = (missing().count(), self.is_pushed.len());
@@ -99,13 +99,13 @@ impl<B: Buf> Gradients<B> {
         self.some.drain(..)
     }
 
-    /// Takes all that is here, of a step that has failed: not the zeros that this rank reduces.
+    /// Takes all gradients that are here after a step has failed, but not the zeros that this rank has reduced.
     pub(super) fn take_own(&mut self) -> Back<B> {
         let bufs = self.bufs.iter_mut().zip(&self.is_lent);
         bufs.map(|(grad, is_lent)| grad.take().filter(|_| !is_lent)).collect()
     }
 
-    /// Takes all.
+    /// Takes all gradients that are here.
     pub(super) fn take(&mut self) -> Back<B> {
         self.bufs.iter_mut().map(Option::take).collect()
     }

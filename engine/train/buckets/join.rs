@@ -16,8 +16,8 @@ const CALL: &str = "join";
 pub(super) type Joined<B> = Result<Ordered<Vec<B>, Back<B>>, Failed<Back<B>>>;
 
 impl<B: Buf> Buckets<B> {
-    /// Ends the step as [`finish`](Self::finish) does, but makes `stream` wait for the buckets, and not the caller: what comes back is for
-    /// jobs on that stream, or to be awaited. The next step may begin at once.
+    /// Ends the step as [`finish`](Self::finish) does, but makes `stream` wait for the buckets, and not the caller. The result is for jobs
+    /// on that stream, or can be awaited. The next step may begin at once.
     ///
     /// ```
     /// use allstream::HostStream;
@@ -39,21 +39,21 @@ impl<B: Buf> Buckets<B> {
     /// # futures::executor::block_on(training(allstream::Comm::local(1).unwrap().remove(0))).unwrap();
     /// ```
     ///
-    /// A rank may end one step by `join` and another by `finish`, and of one step some ranks may `join` while others `finish`.
+    /// A rank may end one step by `join` and another by `finish`, and some ranks may `join` a step that others `finish`.
     ///
-    /// - On a [`HostStream`] packed gradients are copied back by a job on it. Steps that are not over have packed buffers of their own.
-    /// - On a [`DeviceStream`](crate::cuda::DeviceStream) the stream waits for the gradients on devices that a device reduces
-    ///   ([`Comm::bind_device`](crate::Comm::bind_device)); for all others, those on the host included, this call waits. A step that is
-    ///   joined by a device's stream has no [`report`](Self::report). Where several ranks of one process share a device, let all of them
+    /// - On a [`HostStream`] a job on the stream copies packed gradients back. Each step that is not over has packed buffers of its own.
+    /// - On a [`DeviceStream`](crate::cuda::DeviceStream) the stream waits for gradients on devices, if a device reduces them
+    ///   ([`Comm::bind_device`](crate::Comm::bind_device)); for all others, such as those on the host, this call waits. A step that is
+    ///   joined by a device's stream has no [`report`](Self::report). If several ranks of one process share a device, let all of them
     ///   push their gradients before any joins (a [`barrier`](crate::SharedComm::barrier) in between does that), for the reason that
     ///   [`Work::join`](crate::Work::join) gives.
     ///
-    /// The caller waits while this step's buckets and those of earlier joined steps are more than 256, as long as an earlier one is not over;
-    /// and in the second step for the order of the first.
+    /// This call waits for the oldest joined step while all that are not over have, with this one, more than 256 buckets; for the first
+    /// buckets of a step of more than 512; and in the second step for the order of the first.
     ///
     /// # Errors
-    /// As of `finish`, what is known already. What becomes known later is the error of what is returned, with all gradients that can be had.
-    /// Jobs on a host's stream do not run then; on a device's stream they have run already, and the contents of the gradients are unspecified.
+    /// Those of `finish` that are known already. An error that becomes known later is that of the result, with all gradients that can be had:
+    /// jobs on a host stream then do not run; on a device's stream they have run already, and the contents of the gradients are unspecified.
     pub fn join(&mut self, stream: &impl Stream) -> Joined<B> {
         self.push_accumulated();
         if let Some(problem) = self.grads.missing() {
@@ -68,13 +68,17 @@ impl<B: Buf> Buckets<B> {
         self.join_launched(stream)
     }
 
+    /// Makes the packed buffers of the next step, which a host stream needs, as its jobs copy this step's later.
+    pub(super) fn make_spare_for(&mut self, stream: &impl Stream) -> Result<(), Error> {
+        match stream.either() {
+            Either::Host(_) => self.set.make_spare(&self.comm),
+            Either::Device(_) => Ok(()),
+        }
+    }
+
     /// Makes a stream wait for a step whose buckets are all launched.
     pub(super) fn join_launched(&mut self, stream: &impl Stream) -> Joined<B> {
-        if matches!(stream.either(), Either::Host(_))
-            && let Err(error) = self.set.make_spare(&self.comm)
-        {
-            return Err(Failed { buf: None, error });
-        }
+        self.make_spare_for(stream).map_err(|error| Failed { buf: None, error })?;
         self.order.learn_later(&mut self.comm);
         let buckets = self.set.buckets.len();
         let joined = match stream.either() {
@@ -97,7 +101,9 @@ impl<B: Buf> Buckets<B> {
                 _ => {
                     return Err(Error::protocol(
                         0,
-                        format!("its order of parameters has {i}, or has it twice"),
+                        format!(
+                            "the order of parameters that it sent names parameter {i} twice, or there is no such parameter"
+                        ),
                     ));
                 }
             }
@@ -110,7 +116,7 @@ impl<B: Buf> Buckets<B> {
         Ok(())
     }
 
-    /// Takes the order that the step before has learnt, if it has come.
+    /// Forms the buckets anew if the order that the step before was to learn has come.
     pub(super) fn take_order(&mut self) {
         if let Some(work) = self.order.of_joined.take_if(|work| work.is_finished())
             && let Err(error) = work.wait().map_err(Error::from).and_then(|order| self.reorder(order))
@@ -119,8 +125,15 @@ impl<B: Buf> Buckets<B> {
         }
     }
 
-    /// Launches what is left of the step, which the loop wants to end now.
-    pub(super) fn launch_rest(&mut self) -> Result<(), Error> {
+    /// Launches the buckets of the step that are not launched yet. Called when the loop ends the step.
+    fn launch_rest(&mut self) -> Result<(), Error> {
+        self.launch_first()?;
+        while self.launch_next()? {}
+        Ok(())
+    }
+
+    /// Launches as many of these buckets as may be in flight.
+    pub(super) fn launch_first(&mut self) -> Result<(), Error> {
         self.times.called.get_or_insert_with(Instant::now);
         if let Some(work) = self.order.of_joined.take() {
             let order = work.wait()?;
@@ -128,12 +141,18 @@ impl<B: Buf> Buckets<B> {
         }
         self.set.wait_for_joined();
         self.launch_full();
-        while self.progress.launched < self.set.buckets.len() {
-            self.set.buckets[self.progress.landed].land_here(&mut self.grads.bufs)?;
-            self.progress.landed += 1;
-            self.launch_full();
+        Ok(())
+    }
+
+    /// Waits for the oldest bucket in flight, and launches the next one. `false`: there is none, as all are launched.
+    pub(super) fn launch_next(&mut self) -> Result<bool, Error> {
+        if self.progress.launched == self.set.buckets.len() {
+            return self.progress.broken.take().map_or(Ok(false), Err);
         }
-        self.progress.broken.take().map_or(Ok(()), Err)
+        self.set.buckets[self.progress.landed].land_here(&mut self.grads.bufs)?;
+        self.progress.landed += 1;
+        self.launch_full();
+        Ok(true)
     }
 
     fn join_on_host(&mut self, stream: &HostStream) -> Ordered<Vec<B>, Back<B>> {
@@ -165,7 +184,7 @@ impl<B: Buf> Buckets<B> {
             let error = match self.set.buckets[k].join(stream, &mut self.grads.bufs) {
                 None => self.set.buckets[k].land_here(&mut self.grads.bufs).err(),
                 Some(Err(failed)) => Some(place_failed(&mut self.grads.bufs, failed)),
-                // The operations of a communicator end in their order: the last one says of all whether they have.
+                // The operations of a communicator end in order: the end of the last one is the end of all.
                 Some(Ok(joined)) => match last.replace(joined).map(Ordered::in_order) {
                     None => None,
                     Some(Ok(placed)) => {
@@ -200,23 +219,23 @@ impl<B: Buf> Buckets<B> {
         })
     }
 
-    /// Ends the communicator, so that the others do not wait for what this rank does not call any more, and gives all back.
+    /// Ends the communicator, as other ranks would wait for collectives that this one no longer calls, and gives all gradients back.
     pub(super) fn failed_here(&mut self, error: Error) -> Failed<Back<B>> {
         let error = self.end_comm(error);
         for bucket in &mut self.set.buckets {
-            // Why is known already.
+            // The cause of the failure is known already.
             let _ = bucket.land_here(&mut self.grads.bufs);
         }
         Failed { buf: Some(self.back()), error }
     }
 }
 
-/// Gradients get their places.
+/// Puts gradients in their places.
 fn place<B>(grads: &mut Back<B>, placed: Placed<B>) {
     placed.into_iter().for_each(|(i, grad)| grads[i] = Some(grad));
 }
 
-/// The same with those that came back with an error.
+/// Puts the gradients of a failed operation in their places, and gives its error.
 fn place_failed<B>(grads: &mut Back<B>, failed: Failed<Placed<B>>) -> Error {
     place(grads, failed.buf.unwrap_or_default());
     failed.error

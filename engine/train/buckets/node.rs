@@ -44,17 +44,17 @@ impl<B: Buf> NodeBuckets<B> {
     /// As [`Buckets::with`], for each device. Collective: all processes of the node's group call it.
     ///
     /// # Errors
-    /// As there.
+    /// As of `Buckets::with`.
     pub async fn with(node: &mut Node, layout: &[Param], options: Options) -> Result<NodeBuckets<B>, Error> {
         let each =
             node.comms().iter().map(|comm| async { Buckets::with(&comm.share(), layout, options).await });
         all_of(each).await.map(NodeBuckets)
     }
 
-    /// A device's own buckets, to push to, and for its report. Only all together are [finished](Self::finish).
+    /// A device's own buckets, to push to and to ask for its report. A step is [finished](Self::finish) for all devices together.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a device that the node has not.
+    /// [`Error::Invalid`] if the node has no such device.
     pub fn device(&mut self, device: usize) -> Result<&mut Buckets<B>, Error> {
         let devices = self.0.len();
         let none = || format!("there is no device {device}: the node has {devices}");
@@ -66,12 +66,12 @@ impl<B: Buf> NodeBuckets<B> {
         &mut self.0
     }
 
-    /// Ends the step by making a stream of each device wait for its buckets, and not the caller: [`Buckets::join`] of all devices. What comes
-    /// back is by device.
+    /// Ends the step by making a stream of each device wait for its buckets, and not the caller: [`Buckets::join`] of all devices. Gives a
+    /// result for each device.
     ///
     /// # Errors
-    /// [`Error::Invalid`] where there is not one stream for each device, and where a device has no gradient of some parameters (it names both);
-    /// the step goes on then. Else as of `Buckets::join`, what is known already of any device, with all gradients that can be had.
+    /// [`Error::Invalid`] if there is not one stream for each device, or if a device has no gradient of some parameters (it names device and
+    /// parameters); the step then goes on. Else the errors of `Buckets::join` that are known already, with all gradients that can be had.
     pub fn join(&mut self, streams: &[impl Stream]) -> JoinedNode<B> {
         let (found, devices) = (streams.len(), self.0.len());
         if found != devices {
@@ -82,14 +82,31 @@ impl<B: Buf> NodeBuckets<B> {
             let Some(dead) = self.dead() else { return Err(Failed { buf: None, error }) };
             return Err(self.failed_here(&dead));
         }
-        // All of them before any is joined, which may be to wait for it: the other devices' part is this thread's, too.
-        let launched = self.0.iter_mut().try_for_each(Buckets::launch_rest);
-        launched.map_err(|error| self.failed_here(&error))?;
+        // All devices launch before any joins. A join may wait for the other devices' part of a bucket, which this thread launches, too.
+        self.launch_rest().map_err(|error| self.failed_here(&error))?;
+        let mut spares = self.0.iter_mut().zip(streams);
+        spares
+            .try_for_each(|(buckets, stream)| buckets.make_spare_for(stream))
+            .map_err(|error| Failed { buf: None, error })?;
         let joined = self.0.iter_mut().zip(streams).map(|(buckets, stream)| buckets.join_launched(stream));
         all_or_back(joined.collect(), Ordered::wait)
     }
 
-    /// Pushes what was accumulated; an error that names the first device that has no gradient of some parameters.
+    /// Launches the buckets of all devices that are not launched yet: in rounds, as a device waits for its oldest bucket to launch one more than
+    /// may be in flight, and that bucket ends only once the other devices have launched it, too.
+    fn launch_rest(&mut self) -> Result<(), Error> {
+        self.0.iter_mut().try_for_each(Buckets::launch_first)?;
+        let mut is_left = true;
+        while is_left {
+            is_left = false;
+            for buckets in &mut self.0 {
+                is_left |= buckets.launch_next()?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Pushes what was accumulated. If gradients are missing, returns an error that names the first device without some of them.
     fn check_whole(&mut self, call: &str) -> Result<(), Error> {
         self.0.iter_mut().for_each(Buckets::push_accumulated);
         let missing = |(device, buckets): (usize, &Buckets<B>)| Some((device, buckets.grads.missing()?));
@@ -97,25 +114,25 @@ impl<B: Buf> NodeBuckets<B> {
         Err(Error::invalid(call, format!("on device {device} of the node, {problem}")))
     }
 
-    /// Why the communicator of any device is dead.
+    /// Why the communicator of a device is dead, if one is.
     fn dead(&self) -> Option<Error> {
         self.0.iter().find_map(|buckets| buckets.comm.check().err())
     }
 
-    /// Ends the communicators of all devices, and gives all back.
+    /// Ends the communicators of all devices, and gives all gradients back.
     fn failed_here(&mut self, error: &Error) -> Failed<Vec<Back<B>>> {
         let back = |buckets: &mut Buckets<B>| buckets.failed_here(error.clone()).buf.unwrap_or_default();
         Failed { buf: Some(self.0.iter_mut().map(back).collect()), error: error.clone() }
     }
 
-    /// Waits until all buckets of all devices are reduced, and gives every gradient back: by device, then in the order of the layout. As
+    /// Waits until all buckets of all devices are reduced, and gives every gradient back: by device, then in the order of the layout. See
     /// [`Buckets::finish`].
     ///
     /// # Errors
     /// [`Error::Invalid`] that names a device and its parameters without a gradient; the step goes on then. Else the cause for which the
     /// communicator of these buckets is dead, and all gradients that can be had.
     pub async fn finish(&mut self) -> Result<Vec<Vec<B>>, Failed<Vec<Back<B>>>> {
-        // Before anything is awaited: the other devices would wait for what this one does not call.
+        // Checked before anything is awaited: else other devices would wait for operations that a device without all gradients never calls.
         if let Err(error) = self.check_whole("finish") {
             let Some(dead) = self.dead() else { return Err(Failed { buf: None, error }) };
             let all = together(self.0.iter_mut().map(Buckets::take_back)).await;
@@ -128,13 +145,13 @@ impl<B: Buf> NodeBuckets<B> {
     /// Closes the communicators of these buckets, between two steps. See [`Comm::close`](crate::Comm::close).
     ///
     /// # Errors
-    /// As there.
+    /// As of `Comm::close`.
     pub async fn close(self) -> Result<(), Error> {
         all_of(self.0.into_iter().map(Buckets::close)).await
     }
 }
 
-/// What all devices have; or the first error, and all gradients that can be had. `wait` gets those of a device that did not fail.
+/// The results of all devices; or the first error, and all gradients that can be had. `wait` gets the gradients of a device that did not fail.
 fn all_or_back<T, B>(
     results: Vec<Result<T, Failed<Back<B>>>>,
     wait: impl Fn(T) -> Result<Vec<B>, Failed<Back<B>>>,

@@ -1,4 +1,4 @@
-//! Sharded buckets: what each rank owns of the parameters, and how their weights come together after the optimizer's step.
+//! Sharded buckets: which elements of the parameters each rank owns, and how the weights are gathered after the optimizer's step.
 
 use std::ops::Range;
 
@@ -10,12 +10,12 @@ use crate::mem::Buf;
 const CALL: &str = "gather";
 
 impl<B: Buf> Buckets<B> {
-    /// Which elements of parameter `i` this rank owns, where buckets are [sharded](super::super::Options::sharded): `finish` gives the mean of
-    /// those, and unspecified contents beside them. Every element has one owner, and all ranks own as many, up to a few in each bucket.
-    /// It is the same in every step. All elements, where buckets are not sharded.
+    /// Which elements of parameter `i` this rank owns, if buckets are [sharded](super::super::Options::sharded): `finish` gives the mean of
+    /// these, and unspecified contents elsewhere. Every element has one owner, and all ranks own equally many, but for a few in each bucket.
+    /// The range is the same in every step. If buckets are not sharded, it is all elements.
     ///
     /// # Panics
-    /// Where the layout has no such parameter.
+    /// If the layout has no such parameter.
     pub fn owned(&self, i: usize) -> Range<usize> {
         let param = &self.layout[i];
         if self.options.sharded {
@@ -25,13 +25,13 @@ impl<B: Buf> Buckets<B> {
         }
     }
 
-    /// Brings weights together of which each rank has updated the elements that it [owns](Self::owned): all get all of them. In place, in the
-    /// order of the layout, and of the layout's types and lengths. Collective, between two steps.
+    /// Gathers weights of which each rank has updated the elements that it [owns](Self::owned): all ranks get all elements, in place. The
+    /// weights are in the order of the layout, and have its types and lengths. Collective, between two steps.
     ///
     /// Cancel safe: where the future is dropped, call it again with an empty vector to get the weights.
     ///
     /// # Errors
-    /// [`Error::Invalid`] where buckets are not sharded, a step has begun, or weights are not what the layout says: they come back, and nothing
+    /// [`Error::Invalid`] if buckets are not sharded, a step has begun, or the weights do not fit the layout: they come back, and nothing
     /// has happened. Else the cause for which the communicator of these buckets is dead, and all weights that can be had.
     pub async fn gather(&mut self, weights: Vec<B>) -> Result<Vec<B>, Failed<Back<B>>> {
         let back =

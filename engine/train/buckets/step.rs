@@ -36,15 +36,15 @@ impl Progress {
 pub(super) struct Times {
     /// How many steps have ended or were joined.
     pub(super) steps: u64,
-    /// The operation of the first bucket of this one.
+    /// The number of the operation of this step's first bucket.
     pub(super) first: u64,
     pub(super) began: Instant,
-    /// When the loop asked to end it.
+    /// When the loop asked to end this step.
     pub(super) called: Option<Instant>,
     last: Arc<Mutex<Last>>,
 }
 
-/// The last step that has ended, and parameters and bytes of each of its buckets.
+/// The last step that has ended, and how many parameters and bytes each of its buckets has.
 #[derive(Default)]
 struct Last {
     step: Option<Step>,
@@ -56,7 +56,7 @@ impl Times {
         Times { steps: 0, first: 0, began: Instant::now(), called: None, last: Arc::default() }
     }
 
-    /// All gradients of the step are back. Does nothing where that was said before.
+    /// Notes that all gradients of the step are back, unless that was noted before.
     pub(super) fn end<B: Buf>(&mut self, recorder: &Recorder, buckets: &[Bucket<B>]) {
         if self.called.is_some() {
             self.end_later()(recorder, buckets);
@@ -65,7 +65,7 @@ impl Times {
         }
     }
 
-    /// What is to be called when all gradients of the step are back.
+    /// Gives a function that is to be called when all gradients of the step are back.
     pub(super) fn end_later<B: Buf>(&self) -> impl FnOnce(&Recorder, &[Bucket<B>]) + Send + use<B> {
         let (number, first, began, last) = (self.steps, self.first, self.began, self.last.clone());
         let called = self.called.unwrap_or_else(Instant::now);

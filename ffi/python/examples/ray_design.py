@@ -48,7 +48,7 @@ class Worker:
         return [tensor.tolist() for tensor in tensors]
 
     def exchange_multigpu(self, rank, group):
-        """From device 0 of rank 0 to device 1 of rank 1."""
+        """Rank 0 sends from its device 0 to device 1 of rank 1."""
         sent, received = torch.ones(4), torch.zeros(4)
         if rank == 0:
             col.send_multigpu(sent * 2, 1, 1, group)
@@ -58,7 +58,7 @@ class Worker:
 
 
 def main():
-    # Its actors take no CPU: without a number of them the program also runs in a cluster that is there (`ray job submit`).
+    # No `num_cpus` here: Ray refuses it in a cluster that runs already (`ray job submit`), and the actors take no CPU anyway.
     ray.init(include_dashboard=False, log_to_driver=False, logging_level="warning")
 
     workers = [Worker.remote() for _ in range(2)]

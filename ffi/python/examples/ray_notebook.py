@@ -1,13 +1,13 @@
-"""All-reduces by hand on messages between Ray actors: simple sends, Ray's own all-reduce, BDE and MST, by Ray's Gloo and by allstream.
+"""Times a message, an all-reduce, and two all-reduces built from messages (BDE, MST) between Ray actors, on Ray's Gloo and on allstream.
 
     python examples/ray_notebook.py [--actors 8] [--megabytes 32] [--trials 10]
 
 - BDE (bidirectional exchange): in each of log2(n) rounds every actor exchanges its whole message with a partner, and adds.
-- MST (minimum spanning tree): a reduce down a binary tree of halves, then a broadcast up the same tree.
+- MST (minimum spanning tree): the range of ranks is halved again and again. A reduce up this tree to rank 0, then a broadcast down it.
 
-For each backend there are actors of their own, used in turns, trial by trial. Every result is checked, and what each actor sent and received
-is logged and compared with what the algorithm says. Times are taken inside the actors, between two barriers; the slowest actor counts; the
-table has medians over the trials.
+Each backend has its own actors, and the two take turns, trial by trial. The result of each trial is checked. Each actor logs what it sent and
+received: every send must have its receive, and their number must be that of the algorithm. Each actor times its call between two barriers; the
+slowest actor counts; the table has medians over the trials.
 """
 
 import argparse
@@ -34,7 +34,7 @@ class Worker:
         col.init_collective_group(size, rank, backend, GROUP)
 
     def set_message(self, elements, lies):
-        """A message of ones times `rank + 1`; `lies`: where, in memory of its own or where other processes read it."""
+        """Makes the message, filled with `rank + 1`. `lies` is "shared" for memory that other processes read, else the actor's own memory."""
         if lies == "shared":
             self.message, self.buffer = (allstream.ray.empty((elements,), torch.float32, GROUP) for _ in range(2))
         else:
@@ -70,7 +70,7 @@ class Worker:
             middle = left + half - 1
             lower = self.rank <= middle
             partner = self.rank + half if lower else self.rank - half
-            # Of two whose sends may wait for each other, the lower one sends first.
+            # A send may block until it is received. If both partners sent first, they could deadlock: so the lower rank sends first.
             for step in (self.send, self.recv) if lower else (self.recv, self.send):
                 step(partner)
             self.message += self.buffer
@@ -98,7 +98,7 @@ class Worker:
                 self.message.copy_(self.buffer)
 
     def profile(self, way, calls):
-        """Seconds of one call of this way, and whether the result is right."""
+        """The median of the seconds of `calls` calls of the method `way`, and the log of the last one, whose result is checked."""
         took = []
         for _ in range(calls):
             self.fill()
@@ -115,7 +115,7 @@ class Worker:
 
 
 def check_logs(way, size, logs):
-    """Every send has its receive, and there are as many as the algorithm says."""
+    """Checks that every send has its receive, and that there are as many messages as the algorithm needs."""
     sends = sorted((source, to) for log in logs for kind, source, to in log if kind == "send")
     recvs = sorted((source, to) for log in logs for kind, to, source in log if kind == "recv")
     assert sends == recvs, f"{way}: sends {sends}, receives {recvs}"

@@ -70,7 +70,7 @@ class Parameters:
                     self.keys.append((node.id, name))
                     self.weights[node.id, name] = node.get_param(name).copy()
         self.number = {key: i for i, key in enumerate(self.keys)}
-        # In how many pieces the gradient of each parameter comes. A first update counts them, which is the same in all workers.
+        # The number of pieces in which each parameter's gradient comes. The first update counts them, and all workers count the same.
         self.pieces = dict.fromkeys(self.keys, 0)
         self.send = None
         for node in nodes:
@@ -220,7 +220,7 @@ class Worker:
         self.parameters.send = self.way.send
 
     def train(self, updates):
-        """Makes so many updates. Returns the seconds that they took, and the sum of the absolute values of all weights."""
+        """Makes `updates` updates. Returns the seconds that they took, and the sum of the absolute values of all weights."""
         batches = random.Random(self.rank)
         start = time.perf_counter()
         for _ in range(updates):
@@ -239,7 +239,7 @@ class Worker:
 
 
 def train(config, way, size, updates):
-    """Returns the seconds that the slowest of `size` workers takes for so many updates. All must end with the same weights."""
+    """Returns the seconds that the slowest of `size` workers takes for `updates` updates. All must end with the same weights."""
     workers = [Worker.remote(config, rank, size) for rank in range(size)]
     ray.get([worker.join.remote(way, workers) for worker in workers], timeout=300)
     ray.get([worker.train.remote(2) for worker in workers], timeout=300)

@@ -1,9 +1,9 @@
-"""A ring all-reduce by hand, on messages of torch.distributed: reduce-scatter around the ring, then all-gather around it.
+"""A ring all-reduce built from messages of torch.distributed: a reduce-scatter around the ring, then an all-gather around it.
 
     python examples/torch_ring.py [--backend allstream|gloo] [--ranks 4] [--elements 1000003] [--rounds 5]
 
-Each rank cuts its tensor into one chunk for each rank; any length will do, also one that cannot be divided. It prints how the result compares
-with `all_reduce`, and how long both took.
+Each rank cuts its tensor into one chunk for each rank; the length need not be divisible by the number of ranks. The program checks that the
+result is equal to that of `all_reduce`, and prints how long both took.
 """
 
 import argparse
@@ -21,7 +21,7 @@ def ring_all_reduce(tensor):
     rank, size = dist.get_rank(), dist.get_world_size()
     right, left = (rank + 1) % size, (rank - 1) % size
     chunks = torch.tensor_split(tensor.view(-1), size)
-    # The first `size - 1` steps add up: after them this rank has the whole sum of chunk `rank + 1`. The others hand sums on.
+    # The first `size - 1` steps add: after them this rank has the complete sum of chunk `rank + 1`. The last `size - 1` steps pass the sums on.
     for step in range(2 * (size - 1)):
         adds = step < size - 1
         shift = 0 if adds else 1

@@ -22,23 +22,23 @@ use crate::wait::block_on;
 ///         buckets.push(i, grad)            # a full bucket is on its way at once
 ///     grads = buckets.finish()             # the same arrays, with the mean over all ranks
 ///
-/// `parameters` are arrays as the gradients will be: their types and lengths count, the same on all ranks. A bucket is full when it has
-/// `bucket_mb` megabytes, by default an eighth of all gradients, at least 1 and at most 25. `op` is "avg" or "sum"; `compress`,
-/// "bf16" or "f16", halves the bytes of float32 (what rounding takes is added in the next step). `sharded` gives each rank the mean of those
-/// elements alone that it owns (ZeRO stage 1): see `owned` and `gather`. All ranks make one, together.
+/// `parameters` are arrays of the types and lengths of the gradients, which must be the same on all ranks. A bucket is full when it has
+/// `bucket_mb` megabytes (by default an eighth of all gradients, at least 1 and at most 25); the first bucket has `first_bucket_mb`. `op` is
+/// "avg" or "sum". `compress`, "bf16" or "f16", halves the bytes of float32; the rounding error is added to the gradient of the next step. With
+/// `sharded` each rank gets the mean of the elements that it owns only (ZeRO stage 1): see `owned` and `gather`. All ranks call this together.
 #[pyclass(frozen, module = "allstream")]
 pub(crate) struct Buckets(Arc<Mutex<Held>>);
 
 struct Held {
-    /// None once they were closed.
+    /// None while a call that waits has them (`take`), and after `close`.
     buckets: Option<train::Buckets<Memory>>,
-    /// The parameters that these were made for.
+    /// The parameter arrays that these buckets were made for.
     likes: Vec<Py<PyAny>>,
-    /// The arrays that were pushed in this step.
+    /// For each parameter: the array that holds its gradient in this step, once one was handed in.
     arrays: Vec<Option<Py<PyAny>>>,
-    /// In whose order gradients on devices are.
+    /// The streams of this module in whose order the engine uses gradients on devices.
     streams: CallStreams,
-    /// Whether the user has interrupted `gather`.
+    /// Whether Ctrl-C has ended the last `gather` before its end: the next call then goes on with the same weights.
     is_gathering: bool,
     is_closed: bool,
 }
@@ -81,13 +81,14 @@ fn gone() -> Error {
     Error::Invalid { call: "Buckets".into(), problem: problem.into() }
 }
 
-/// The array of a call that was refused.
+/// The array (unless the engine keeps it) and the error of a call that failed.
 fn refused(failed: Failed<Memory>) -> (Option<Memory>, Error) {
     (failed.buf, failed.error)
 }
 
 impl Buckets {
-    /// The lock, for a thread that has the GIL: whoever has the lock may be in the engine, which may wait for who wants the GIL.
+    /// Locks the state, for a thread that has the GIL. It releases the GIL between tries: the lock's holder may be in the engine, which may
+    /// wait for a thread that needs the GIL.
     fn held(&self, py: Python<'_>) -> MutexGuard<'_, Held> {
         loop {
             if let Some(held) = self.0.try_lock() {
@@ -97,9 +98,9 @@ impl Buckets {
         }
     }
 
-    /// The engine's buckets, for a call that waits. Another thread that calls meanwhile is told so.
+    /// Takes the engine's buckets out, for a call that waits. A call of another thread meanwhile gets an error that says so.
     fn take(&self, py: Python<'_>) -> PyResult<train::Buckets<Memory>> {
-        // Not under the lock: making the exception runs Python.
+        // The lock is released before the exception is made, as that runs Python code.
         let taken = self.held(py).buckets.take();
         taken.ok_or_else(|| errors::of(py, &gone()))
     }
@@ -108,7 +109,7 @@ impl Buckets {
         self.held(py).buckets = Some(buckets);
     }
 
-    /// Gives the arrays of a step back that has failed; `None`: it goes on, with its arrays.
+    /// Releases the arrays of a failed step. `back` is what the engine gave back; `None`: the step goes on and keeps its arrays.
     fn give_back(&self, py: Python<'_>, back: Option<Vec<Option<Memory>>>) {
         let Some(back) = back else { return };
         back.into_iter().flatten().for_each(|memory| memory.release(py));
@@ -116,7 +117,7 @@ impl Buckets {
         drop(kept);
     }
 
-    /// Keeps the array of a parameter. What was kept before is dropped after the lock is free: its end may run Python.
+    /// Keeps the array of parameter `i`. The array kept before is dropped after the lock is released, as dropping it may run Python code.
     fn keep(&self, py: Python<'_>, i: usize, array: Py<PyAny>) {
         let before = match self.held(py).arrays.get_mut(i) {
             Some(place) => place.replace(array),
@@ -125,20 +126,20 @@ impl Buckets {
         drop(before);
     }
 
-    /// Waits until devices have written what a call has given back, where that call has ended: the engine gives it back in the order of streams of
-    /// ours, and an array of Python's is used in the order of any.
+    /// If a call has ended, waits until devices have written the arrays that it gave back: the engine gives them back in the order of this
+    /// module's streams, and Python code may use them on any other stream.
     fn synchronize(&self, py: Python<'_>, has_ended: bool) -> PyResult<()> {
         if !has_ended {
             return Ok(());
         }
-        // Not under the lock: it waits.
+        // Not under the lock, as this waits.
         let streams = std::mem::take(&mut self.held(py).streams);
         let over = streams.synchronize(py);
         self.held(py).streams = streams;
         over
     }
 
-    /// The memory of an array. Not under the lock: the array's library may run Python.
+    /// Takes the memory of an array, which the operation may write. The lock is not held meanwhile, as the array's library may run Python code.
     fn memory(&self, array: &Bound<'_, PyAny>, call: &str) -> PyResult<Memory> {
         let py = array.py();
         let mut streams = std::mem::take(&mut self.held(py).streams);
@@ -147,7 +148,7 @@ impl Buckets {
         memory
     }
 
-    /// Hands in one array by a call of the engine's, without the GIL, since it may copy.
+    /// Hands in one array: `submit` is the engine's call, made without the GIL because it may copy the array.
     fn hand_in(
         &self,
         call: &str,
@@ -163,7 +164,7 @@ impl Buckets {
             None => Err((Some(memory), gone())),
         });
         match result {
-            // The one that held the sum so far, or, of what was accumulated, the array itself: it is free again.
+            // The buffer that comes back and is free again: after `push` the one that held the sum so far, after `accumulate` this array itself.
             Ok(spare) => {
                 spare.into_iter().for_each(|memory| memory.release(py));
                 self.keep(py, i, grad.clone().unbind());
@@ -196,7 +197,7 @@ impl Buckets {
         let mut likes = Vec::with_capacity(parameters.len());
         let (mut layout, mut streams) = (Vec::with_capacity(parameters.len()), CallStreams::default());
         for parameter in &parameters {
-            // A parameter itself needs a gradient; its length and type are all that is looked at.
+            // A torch parameter requires a gradient, and such tensors are refused: detach it. Only its length, type and place are used here.
             let plain = match parameter.getattr_opt("detach")? {
                 Some(detach) => detach.call0()?,
                 None => parameter.clone(),
@@ -221,25 +222,26 @@ impl Buckets {
         }))))
     }
 
-    /// Hands in the gradient of parameter `i`, the last or only one of this step; it must not be touched before `finish`.
+    /// Hands in the gradient of parameter `i`: the only one of this step, or that of the last micro-batch. Do not touch the array before `finish`.
     fn push(&self, i: usize, grad: &Bound<'_, PyAny>) -> PyResult<()> {
         self.hand_in("push", i, grad, |buckets, memory| buckets.push(i, memory))
     }
 
-    /// Adds a gradient of parameter `i` to those of earlier micro-batches of this step. The first array is kept until `finish`; of the others
-    /// the contents are taken at once.
+    /// Adds a gradient of parameter `i` to those of earlier micro-batches of this step. The first array holds the sum and is kept until `finish`
+    /// or `push`; the others are added to it at once, and are free when this returns.
     fn accumulate(&self, i: usize, grad: &Bound<'_, PyAny>) -> PyResult<()> {
         let py = grad.py();
         let first = self.held(py).arrays.get(i).map(|array| array.as_ref().map(|array| array.clone_ref(py)));
         self.hand_in("accumulate", i, grad, |buckets, memory| buckets.accumulate(i, memory))?;
-        // The first array holds the sum.
+        // The first array holds the sum, so keep that one, not `grad`.
         if let Some(Some(first)) = first {
             self.keep(py, i, first);
         }
         Ok(())
     }
 
-    /// The mean of this step is over samples, of which this rank has `samples`. All ranks call it, before the first push of a step.
+    /// Makes this step's result the mean over the samples of all ranks; this rank has `samples` of them. All ranks call it, before the first push
+    /// of a step.
     fn weigh(&self, py: Python<'_>, samples: f64) -> PyResult<()> {
         let mut buckets = self.take(py)?;
         let weighed = block_on(py, buckets.weigh(samples));
@@ -247,8 +249,8 @@ impl Buckets {
         weighed?.map_err(|error| errors::of(py, &error))
     }
 
-    /// Waits until all buckets are reduced; the list of the arrays that were pushed, by parameter. Ctrl-C ends the wait, and not the step:
-    /// call it again.
+    /// Waits until all buckets are reduced; returns the arrays that were handed in, in the order of the parameters. Ctrl-C ends the wait, but not
+    /// the step: call `finish` again.
     fn finish(&self, py: Python<'_>) -> PyResult<Vec<Option<Py<PyAny>>>> {
         let mut buckets = self.take(py)?;
         let ended = block_on(py, async { buckets.finish().await.map(Iterator::collect::<Vec<Memory>>) });
@@ -267,9 +269,9 @@ impl Buckets {
         result.map(|()| self.held(py).arrays.iter_mut().map(Option::take).collect())
     }
 
-    /// As `finish`, where ranks may have no gradient for some parameters: for those of which any rank has one the others reduce zeros, and get the
-    /// result in a new array; where no rank has any, the result is None. All ranks call it, also those that have all. For parameters on devices
-    /// push zeros.
+    /// As `finish`, for steps in which ranks may lack gradients. If another rank has a gradient of a parameter that this rank lacks, this rank adds
+    /// zeros and gets the result in a new array; if no rank has one, the result is None. All ranks call it, also those that lack none. For a
+    /// parameter on a device push zeros instead.
     fn finish_some(&self, py: Python<'_>) -> PyResult<Vec<Option<Py<PyAny>>>> {
         let lacking: Vec<(usize, Py<PyAny>)> = {
             let held = self.held(py);
@@ -299,7 +301,7 @@ impl Buckets {
             self.keep(py, i, array);
         }
         let ended = block_on(py, async {
-            // Only for those without a gradient, which have been made above.
+            // The engine asks for memory only for parameters without a gradient; it was made above.
             let lend = |i: usize, _: &Param| {
                 memory.remove(&i).unwrap_or_else(|| unreachable!("parameter {i} has a gradient"))
             };
@@ -325,8 +327,8 @@ impl Buckets {
         on_devices.map(|()| used)
     }
 
-    /// The range of the elements of parameter `i`, counted in row-major order, that this rank owns where buckets are sharded: `finish` gives the
-    /// mean of those, and unspecified numbers beside them. All elements, where they are not.
+    /// The range of elements of parameter `i`, in row-major order, that this rank owns if the buckets are sharded: `finish` gives the mean of these
+    /// elements, and unspecified numbers in all others. If the buckets are not sharded, the range of all elements.
     fn owned(&self, py: Python<'_>, i: usize) -> PyResult<Py<PyAny>> {
         let parameters = self.held(py).likes.len();
         if i >= parameters {
@@ -338,8 +340,8 @@ impl Buckets {
         Ok(py.import("builtins")?.call_method1("range", (owned.start, owned.end))?.unbind())
     }
 
-    /// Brings weights together of which each rank has updated the elements that it owns, in place: all get all of them. `weights` are in the order
-    /// of the parameters. All ranks call it, between two steps of sharded buckets. Ctrl-C ends the wait alone: call it again.
+    /// Gathers, in place, weights of which each rank has updated the elements that it owns: then all ranks have all updated elements. `weights`
+    /// are in the order of the parameters. All ranks call it, between two steps of sharded buckets. Ctrl-C ends only the wait: call it again.
     fn gather(&self, py: Python<'_>, weights: Vec<Bound<'_, PyAny>>) -> PyResult<()> {
         let mut memory = Vec::with_capacity(weights.len());
         if !self.held(py).is_gathering {
@@ -368,8 +370,8 @@ impl Buckets {
         }
     }
 
-    /// Where the time of the last step went, in microseconds: compute, communication, and how much of that was hidden and exposed; by bucket,
-    /// too. None before the first.
+    /// How the time of the last finished step was spent, in microseconds: computing, communicating, and how much of the communication was hidden
+    /// behind computing or exposed; for the step and for each bucket. None before the end of the first step.
     fn report<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
         let report = self.held(py).buckets.as_ref().and_then(train::Buckets::report);
         let Some(report) = report else { return Ok(None) };
@@ -378,7 +380,7 @@ impl Buckets {
         Ok(Some(py.import("json")?.call_method1("loads", (text,))?))
     }
 
-    /// Ends them, between two steps. All ranks call it.
+    /// Closes these buckets, between two steps. All ranks call it. Later calls of `close` do nothing.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         if self.held(py).is_closed {
             return Ok(());
@@ -392,7 +394,7 @@ impl Buckets {
 impl Drop for Held {
     fn drop(&mut self) {
         if let Some(buckets) = self.buckets.take() {
-            // Saying goodbye may take a second, in which other Python threads run.
+            // Telling the other ranks that this one leaves may take a second: release the GIL, so that other Python threads run.
             Python::try_attach(|py| py.detach(|| drop(buckets)));
         }
     }

@@ -1,7 +1,7 @@
-//! [`Callbacks`]: threads of a group that call what users have asked to be called when an operation is over.
+//! [`Callbacks`]: a group's threads that call the users' callbacks (`Work.add_done_callback`) when operations are over.
 //!
-//! Such a function may wait, also for another operation, and for what is called at the end of that one. So none of them runs on a thread
-//! that others depend on: not on the engine's, and not on the keeper's, which records how operations have ended.
+//! A callback may wait, also for another operation and for that operation's callbacks. So callbacks run on no thread that others depend on:
+//! neither on the engine's threads, nor on the keeper's, which records how operations have ended.
 
 use std::cell::Cell;
 use std::collections::{BTreeMap, VecDeque};
@@ -15,33 +15,34 @@ use pyo3::prelude::*;
 use crate::keeper;
 use crate::operation::Operation;
 
-/// How long a thread is kept that has nothing to do.
+/// A thread ends after it has had nothing to do for so long.
 const KEPT: Duration = Duration::from_secs(10);
-/// How long a callback may sleep before those behind it are called by another thread: it may wait for one of them.
+/// After a callback has slept for so long, another thread calls the callbacks behind it, as it may be waiting for one of them.
 const ASLEEP: Duration = Duration::from_secs(1);
-/// How often a thread looks whether the callback that it waits behind sleeps.
+/// How often a waiting thread checks whether the running callback sleeps.
 const LOOK: Duration = Duration::from_millis(250);
 
 thread_local! {
-    /// How deep the callback is that this thread runs: 1 for one of an operation that the user's own thread has called. 0: it runs none.
+    /// The depth of the callback that this thread runs: 1 for a callback of an operation that a user's own thread has called, 2 for one of an
+    /// operation that a callback of depth 1 has called, and so on. 0: this thread runs no callbacks.
     static DEPTH: Cell<usize> = const { Cell::new(0) };
 }
 
-/// All levels that are there, so that the end of the interpreter can wait for what they run.
+/// All levels of all groups: at the end of the interpreter [`are_running`] asks each whether it runs callbacks.
 static LEVELS: Mutex<Vec<Weak<Level>>> = Mutex::new(Vec::new());
 
 /// The callbacks of one group.
 #[derive(Default)]
 pub(crate) struct Callbacks {
-    /// Numbers its collectives in the order of their calls.
+    /// The number of the group's next collective: they are numbered in the order of their calls.
     next: AtomicU64,
     levels: Mutex<Vec<Arc<Level>>>,
 }
 
-/// Where an operation's callbacks belong.
+/// Where in a group an operation's callbacks run, and in which order.
 pub(crate) struct Place {
     group: Arc<Callbacks>,
-    /// The number of a collective. Messages have none: their callbacks keep no order, since a message may end long after later ones.
+    /// The number of a collective. Messages have none: their callbacks run in no fixed order, since a message may end long after later messages.
     number: Option<u64>,
     depth: usize,
 }
@@ -53,7 +54,8 @@ impl Callbacks {
         Place { group: self.clone(), number, depth: DEPTH.get() }
     }
 
-    /// What is called by a callback has callbacks that run beside it, on the next level: it may wait for them.
+    /// The level of this depth. An operation that a callback calls has its own callbacks on the next level, where they run at the same time as
+    /// that callback, which may wait for them.
     fn level(&self, depth: usize) -> Arc<Level> {
         let mut levels = self.levels.lock();
         while levels.len() <= depth {
@@ -69,14 +71,14 @@ impl Callbacks {
 }
 
 impl Place {
-    /// An operation has got its first callback, before it was over.
+    /// Notes that an operation, not yet over, has got its first callback.
     pub(crate) fn expect(&self, operation: Arc<dyn Operation>) {
         if let Some(number) = self.number {
             self.group.level(self.depth).queue.lock().in_order.insert(number, operation);
         }
     }
 
-    /// An operation that has callbacks is over.
+    /// Notes that an operation that has callbacks is over.
     pub(crate) fn over(&self, operation: Arc<dyn Operation>) {
         let level = self.group.level(self.depth);
         let mut queue = level.queue.lock();
@@ -89,22 +91,22 @@ impl Place {
 
 #[derive(Default)]
 struct Queue {
-    /// Collectives that have callbacks, by number; called in this order, each when it is over.
+    /// Collectives whose callbacks are still to be called, by number: called in this order, each after its collective is over.
     in_order: BTreeMap<u64, Arc<dyn Operation>>,
-    /// Messages that are over.
+    /// Messages that are over, and whose callbacks are still to be called.
     messages: VecDeque<Arc<dyn Operation>>,
-    /// The callback that runs, in whose turn the others wait.
+    /// The turn that runs now: the operations behind it wait until it ends or sleeps for too long.
     running: Option<Running>,
-    /// How many have run.
+    /// How many turns have begun: in each, a thread calls the callbacks of one operation.
     turns: u64,
-    /// Threads that run nothing.
+    /// How many of the level's threads run no callback.
     idle: usize,
 }
 
 #[derive(Clone, PartialEq)]
 struct Running {
     turn: u64,
-    /// Where the system tells how long its thread has computed.
+    /// The file in which Linux says how long the turn's thread has computed (`/proc/.../schedstat`).
     thread: Arc<str>,
 }
 
@@ -129,7 +131,7 @@ struct Level {
 }
 
 impl Level {
-    /// Has a thread look at the queue, which has something new.
+    /// Wakes an idle thread, or starts one, to look at the queue, in which something is new.
     fn attend(self: &Arc<Self>, queue: &mut Queue) {
         if queue.idle > 0 {
             self.changed.notify_one();
@@ -139,14 +141,14 @@ impl Level {
         let thread = std::thread::Builder::new().name("allstream-calls".into());
         match thread.spawn(move || level.serve()) {
             Ok(_) => queue.idle += 1,
-            // The next operation that ends tries again.
+            // The next operation of this level that ends tries again.
             Err(error) => {
                 eprintln!("allstream: the system gives no thread for callbacks, which wait: {error}")
             }
         }
     }
 
-    /// What its threads do: each that has nothing to do for a while ends.
+    /// The main function of the level's threads. Returns when there was nothing to do for [`KEPT`].
     fn serve(self: Arc<Self>) {
         DEPTH.set(self.depth + 1);
         let own: Arc<str> = match std::fs::read_link("/proc/thread-self") {
@@ -175,7 +177,7 @@ impl Level {
             queue.running = Some(mine.clone());
             queue.idle -= 1;
             if queue.is_ready() {
-                // Somebody is to see whether this one sleeps.
+                // Another thread must check whether this turn sleeps, and then take the next one.
                 self.attend(&mut queue);
             }
             drop(queue);
@@ -188,9 +190,10 @@ impl Level {
         }
     }
 
-    /// Whether the callback that runs has not computed for so long that those behind it are no longer to wait. `seen`: what was found before.
+    /// Whether the running callback has used no processor time for [`ASLEEP`], so that those behind it wait no longer. `seen`: its processor
+    /// time when that last changed, and when that was noticed.
     fn sleeps(&self, running: &Running, seen: &mut Option<(Running, String, Instant)>) -> bool {
-        // How long its thread has run, in nanoseconds, comes first. Where the system does not tell, it counts as asleep.
+        // The first number is the thread's processor time in nanoseconds. If the file cannot be read, the callback counts as asleep.
         let told = std::fs::read_to_string(&*running.thread).unwrap_or_default();
         let computed = told.split(' ').next().unwrap_or_default().to_owned();
         match seen {
@@ -208,7 +211,7 @@ impl Level {
     }
 }
 
-/// Calls what is to be called of an operation.
+/// Calls the callbacks of an operation.
 fn call(operation: Arc<dyn Operation>) {
     let mut operation = Some(operation);
     if let Some(_inside) = keeper::inside() {
@@ -218,11 +221,11 @@ fn call(operation: Arc<dyn Operation>) {
             }
         });
     }
-    // There is no interpreter any more.
+    // Still here only if the interpreter has ended: then its Python objects cannot be dropped.
     std::mem::forget(operation);
 }
 
-/// Whether callbacks run, or are about to.
+/// Whether any callbacks run, or are ready to run.
 pub(crate) fn are_running() -> bool {
     let levels: Vec<_> = LEVELS.lock().iter().filter_map(Weak::upgrade).collect();
     levels.iter().any(|level| level.is_busy())

@@ -16,21 +16,21 @@ use crate::work::Work;
 
 type Options<'a, 'py> = &'a Bound<'py, PyDict>;
 type Array<'py> = Bound<'py, PyAny>;
-/// Where a result goes, if not into the input or a new array.
+/// The array for the result, if the caller gives one: else the result is in the input or in a new array.
 type Out<'py> = Option<Array<'py>>;
-/// Elements of each rank, where they differ.
+/// The number of elements of each rank, where ranks have different numbers.
 type Counts = Option<Vec<usize>>;
 
-/// A call's name, its communicator, and its options.
+/// A call from Python: its name, communicator and options, and what it has taken so far.
 struct Calling<'a, 'py> {
     py: Python<'py>,
     name: &'static str,
     comm: SharedComm,
     takes: Takes,
     options: Option<Options<'a, 'py>>,
-    /// In whose order its arrays on devices are.
+    /// The streams in whose order the call uses its arrays on devices; empty if all arrays are on the host.
     streams: RefCell<CallStreams>,
-    /// What it takes of memory.
+    /// The memory that the call takes, so that another operation waits for it or is refused.
     claim: RefCell<Claim>,
     group: &'a Comm,
 }
@@ -47,7 +47,7 @@ impl<'a, 'py> Calling<'a, 'py> {
         Ok(Calling { py, name, comm, takes, options, streams: RefCell::default(), claim, group })
     }
 
-    /// The engine's call, when all its memory has been taken: it starts after earlier operations on some of that.
+    /// The engine's call with its options. Called after all memory was taken: the call starts after the earlier operations that have a part of it.
     fn call(&self) -> PyResult<Call<'_>> {
         let call = with_options(&self.comm, self.name, self.takes, self.options)?;
         let Some(wait) = self.claim.borrow_mut().waits(&self.comm) else { return Ok(call) };
@@ -63,7 +63,7 @@ impl<'a, 'py> Calling<'a, 'py> {
     }
 
     fn memory(&self, array: &Array<'py>, how: Use) -> PyResult<Memory> {
-        // Asking another library for its array may run Python, and so another call, but none that borrows these.
+        // Asking a library for its array may run Python code, which may make another call, but that call has cells of its own to borrow.
         Memory::of(array, how, self.name, &mut self.streams.borrow_mut(), &mut self.claim.borrow_mut())
     }
 
@@ -71,12 +71,12 @@ impl<'a, 'py> Calling<'a, 'py> {
         arrays.iter().map(|array| self.memory(array, how)).collect()
     }
 
-    /// Submits, and without the GIL where arrays are on devices: their driver may wait for functions of the host's that want it.
+    /// Runs `submit`, without the GIL if an array is on a device: the driver may wait for host functions that need the GIL.
     fn submit<T: Send>(&self, submit: impl FnOnce() -> T + Send) -> T {
         if self.streams.borrow().is_empty() { submit() } else { self.py.detach(submit) }
     }
 
-    /// What was submitted, as Python gets it.
+    /// The `Work` of a submitted operation. `result`: what its `wait` returns.
     fn work(&self, flight: impl Flight + 'static, result: Py<PyAny>) -> PyResult<Work> {
         let on_devices = !self.streams.borrow().is_empty();
         let is_message = self.takes == Takes::Tag || self.name == "batch";
@@ -86,7 +86,7 @@ impl<'a, 'py> Calling<'a, 'py> {
         Ok(work)
     }
 
-    /// A call on one array, which is its result. `how`: what this rank's part of it does there.
+    /// A call on one array, which is also its result. `how`: whether this rank's part of the operation reads or writes the array.
     fn in_place<'s, F: Flight + 'static>(
         &'s self,
         buf: Array<'py>,
@@ -98,7 +98,7 @@ impl<'a, 'py> Calling<'a, 'py> {
         self.work(self.submit(|| submit(&call, memory)), buf.unbind())
     }
 
-    /// A call from one array into another, which is its result. Without another, this rank's part of it gets nothing, and its result is None.
+    /// A call from the array `buf` into the array `out`, which is its result. Without `out` this rank receives nothing, and the result is None.
     fn out_of_place<'s, F: Flight + 'static>(
         &'s self,
         buf: &Array<'py>,
@@ -115,7 +115,7 @@ impl<'a, 'py> Calling<'a, 'py> {
         self.work(work, out.map_or_else(|| self.py.None(), Bound::unbind))
     }
 
-    /// A call in one array of which all ranks' are written, or, where there is `out`, from that into `out`.
+    /// A call whose result every rank gets: into `out` if that is given, else in place, into `buf`.
     fn in_place_or_into<'s, F: Flight + 'static, G: Flight + 'static>(
         &'s self,
         buf: Array<'py>,
@@ -129,7 +129,7 @@ impl<'a, 'py> Calling<'a, 'py> {
         }
     }
 
-    /// A call on many arrays, whose result is their list.
+    /// A call on many arrays; its result is the list of these arrays.
     fn list<'s, F: Flight + 'static>(
         &'s self,
         bufs: Vec<Array<'py>>,
@@ -142,7 +142,7 @@ impl<'a, 'py> Calling<'a, 'py> {
         self.work(self.submit(|| submit(&call, memory)), result)
     }
 
-    /// A call from many arrays into as many, whose result is the list of the outputs.
+    /// A call from many input arrays into as many outputs; its result is the list of the outputs.
     fn list_into<'s, F: Flight + 'static>(
         &'s self,
         bufs: &[Array<'py>],
@@ -153,11 +153,11 @@ impl<'a, 'py> Calling<'a, 'py> {
         self.list(outs, Use::Write, |call, outputs| submit(call, inputs, outputs))
     }
 
-    /// `out`, or a new array of the kind and type of `like`: by `new`, which names the function that makes it and the ranks that it is for, or flat,
-    /// for as many elements as `flat` finds in `counts`.
+    /// `out`, or a new array of the library and element type of `like`. Without `counts`, `new` names the function of `_arrays.py` that makes the
+    /// array, and its number of ranks. With `counts` the array has one dimension, of as many elements as `flat` computes from them.
     ///
     /// # Errors
-    /// `like` is no array, or of a library whose arrays are not made here; those of `flat`.
+    /// `like` is no array, or its library is not one whose arrays `_arrays.py` can make; the errors of `flat`.
     fn out_or_new<T>(
         &self,
         (like, out): (&Array<'py>, Out<'py>),
@@ -176,12 +176,12 @@ impl<'a, 'py> Calling<'a, 'py> {
         self.py.import("allstream._arrays")?.call_method1(how, (like, n, self.name))
     }
 
-    /// The `out` of `all_gather`, and of the root of `gather`.
+    /// The output of `all_gather`, and of `gather` on its root.
     fn gathered(&self, buf: &Array<'py>, out: Out<'py>, counts: &Counts) -> PyResult<Array<'py>> {
         self.out_or_new((buf, out), ("gathered", self.comm.size()), counts, |counts| Ok(counts.iter().sum()))
     }
 
-    /// Whether this rank is that one.
+    /// Whether this rank's number is `rank`.
     fn is(&self, rank: usize) -> bool {
         self.comm.rank() == rank
     }
@@ -191,13 +191,13 @@ impl<'a, 'py> Calling<'a, 'py> {
     }
 }
 
-/// What a rank does with an array that some ranks only read.
+/// How this rank uses an array that some ranks only read and others write. `only`: this rank only reads it.
 fn reads(only: bool) -> Use {
     if only { Use::Read } else { Use::Write }
 }
 
-/// The methods of [`Comm`] that Python sees: for each its documentation, name and arguments as Python has them, which options it takes, and what it
-/// does.
+/// Defines methods of [`Comm`] for Python: each entry gives the documentation, name and arguments of a method as in Python, which options it
+/// takes, and its body.
 macro_rules! calls {
     ($(
         $(#[$doc:meta])*
@@ -226,30 +226,30 @@ macro_rules! calls {
 }
 
 calls! {
-    /// Every rank ends with the reduction of all ranks' arrays: in `buf`, or in `out`, of the same length.
+    /// Every rank ends with the reduction of all ranks' arrays: in `buf`, or in `out` (of the same length) if that is given.
     fn all_reduce(buf: Array<'py>, *, out: Out<'py> = None) takes Reduction
         = |calling| calling.in_place_or_into(buf, out, Call::all_reduce, Call::all_reduce_into);
 
-    /// Every rank ends with the root's array: in `buf`, or the root's `buf` in every rank's `out`.
+    /// Every rank ends with the root's array: in `buf`, or in `out` if that is given.
     fn broadcast(buf: Array<'py>, root: usize = 0, *, out: Out<'py> = None) takes Plain = |calling| {
         match out {
-            // The root's is only read.
+            // The root's buffer is only read, the others' are written.
             None => calling.in_place(buf, reads(calling.is(root)), |call, buf| call.broadcast(buf, root)),
             Some(out) => calling.out_of_place(&buf, out, |call, buf, out| call.broadcast_into(buf, out, root)),
         }
     };
 
-    /// The root ends with the reduction of all ranks' arrays: in `buf`, or in its `out`. The others' are unchanged.
+    /// The root ends with the reduction of all ranks' arrays: in `buf`, or in `out` if that is given. The other ranks' arrays are unchanged.
     fn reduce(buf: Array<'py>, root: usize = 0, *, out: Out<'py> = None) takes Reduction = |calling| {
         match out {
-            // Only the root's is written.
+            // Only the root's buffer is written.
             None => calling.in_place(buf, reads(!calling.is(root)), |call, buf| call.reduce(buf, root)),
             Some(out) => calling.out_of_place(&buf, out, |call, buf, out| call.reduce_into(buf, out, root)),
         }
     };
 
-    /// All ranks' arrays one after another, by rank: in `out`, or in a new array. `counts` has the number of elements of each rank
-    /// where they differ.
+    /// Every rank ends with all ranks' arrays, one after another in rank order: in `out`, or in a new array. `counts` has the number of elements
+    /// of each rank, if these differ.
     fn all_gather(buf: Array<'py>, *, out: Out<'py> = None, counts: Counts = None) takes Plain = |calling| {
         let out = calling.gathered(&buf, out, &counts)?;
         calling.out_of_place(&buf, out, |call, buf, out| match &counts {
@@ -258,7 +258,7 @@ calls! {
         })
     };
 
-    /// As `all_gather`, in one array in which this rank's part is at its place.
+    /// As `all_gather`, in place: `buf` has a part for each rank, and this rank's input is in its own part.
     fn all_gather_in_place(buf: Array<'py>, *, counts: Counts = None) takes Plain = |calling| {
         calling.in_place(buf, Use::Write, |call, buf| match &counts {
             None => call.all_gather_in_place(buf),
@@ -267,7 +267,7 @@ calls! {
     };
 
     /// Rank r ends with part r of the reduction of all ranks' arrays: in `out`, or in a new array. `counts` has the number of elements of
-    /// each part where they differ.
+    /// each part, if these differ.
     fn reduce_scatter(buf: Array<'py>, *, out: Out<'py> = None, counts: Counts = None) takes Reduction = |calling| {
         let out = calling.out_or_new((&buf, out), ("scattered", calling.comm.size()), &counts, |counts| {
             let problem = || format!("counts has {} numbers, expected one for each rank", counts.len());
@@ -279,7 +279,7 @@ calls! {
         })
     };
 
-    /// As `reduce_scatter`, in one array: the result is in this rank's part, and the other parts are unspecified.
+    /// As `reduce_scatter`, in place: the result is in this rank's part of `buf`, and the other parts are unspecified.
     fn reduce_scatter_in_place(buf: Array<'py>, *, counts: Counts = None) takes Reduction = |calling| {
         calling.in_place(buf, Use::Write, |call, buf| match &counts {
             None => call.reduce_scatter_in_place(buf),
@@ -287,8 +287,8 @@ calls! {
         })
     };
 
-    /// The root ends with all ranks' arrays one after another, in its `out` or in a new array; the others with None. `counts`, of the
-    /// root, has the number of elements of each rank where they differ.
+    /// The root ends with all ranks' arrays, one after another in rank order, in its `out` or in a new array; on the other ranks the result is
+    /// None. If the ranks' numbers of elements differ, all ranks give `counts`, of which only the root's numbers are used.
     fn gather(buf: Array<'py>, root: usize = 0, *, out: Out<'py> = None, counts: Counts = None) takes Plain = |calling| {
         let out = if calling.is(root) { Some(calling.gathered(&buf, out, &counts)?) } else { None };
         calling.out_of_place(&buf, out, |call, buf, out| match &counts {
@@ -297,11 +297,13 @@ calls! {
         })
     };
 
-    /// As `gather`, in place: the root's array has a part for each rank, with its own at its place; the others' arrays are their parts.
+    /// As `gather`, in place: the root's array has a part for each rank, and its own input is in its own part; the other ranks' arrays are their
+    /// inputs.
     fn gather_in_place(buf: Array<'py>, root: usize = 0) takes Plain
         = |calling| calling.in_place(buf, reads(!calling.is(root)), |call, buf| call.gather_in_place(buf, root));
 
-    /// Rank r ends with part r of the root's `buf`, in its `out`. The others' `buf` is not looked at: None will do.
+    /// Rank r ends with part r of the root's `buf`, in its `out`. On ranks other than the root `buf` is ignored and may be None. If the parts'
+    /// numbers of elements differ, all ranks give `counts`, of which only the root's numbers are used.
     fn scatter(buf: Option<Array<'py>>, root: usize = 0, *, out: Array<'py>, counts: Counts = None) takes Plain = |calling| {
         let output = calling.memory(&out, Use::Write)?;
         let input = match buf {
@@ -317,12 +319,12 @@ calls! {
         calling.work(work, out.unbind())
     };
 
-    /// As `scatter`, in place: the root's array has a part for each rank, and keeps all; the others end with theirs in `buf`.
+    /// As `scatter`, in place: the root's array has a part for each rank, and is unchanged; the other ranks end with their parts in `buf`.
     fn scatter_in_place(buf: Array<'py>, root: usize = 0) takes Plain
         = |calling| calling.in_place(buf, reads(calling.is(root)), |call, buf| call.scatter_in_place(buf, root));
 
-    /// Part r of this rank's array goes to rank r, and what comes from rank r is part r of the result: `out`, or a new array.
-    /// `send_counts` and `recv_counts` have the number of elements of each part where they differ.
+    /// Sends part r of this rank's array to rank r, and receives part r of the result from rank r, in `out` or in a new array.
+    /// `send_counts` and `recv_counts` have the number of elements of each part, if these differ.
     fn all_to_all(
         buf: Array<'py>, *, out: Out<'py> = None, send_counts: Counts = None, recv_counts: Counts = None
     ) takes Plain = |calling| {
@@ -338,34 +340,34 @@ calls! {
         })
     };
 
-    /// As `all_to_all`, in one array.
+    /// As `all_to_all`, in place: what this rank receives replaces what it sends.
     fn all_to_all_in_place(buf: Array<'py>) takes Plain
         = |calling| calling.in_place(buf, Use::Write, Call::all_to_all_in_place);
 
-    /// Rank r ends with the reduction of the arrays of ranks 0 to r.
+    /// Rank r ends with the reduction of the arrays of ranks 0 to r, in `buf`, or in `out` if that is given.
     fn scan(buf: Array<'py>, *, out: Out<'py> = None) takes Reduction
         = |calling| calling.in_place_or_into(buf, out, Call::scan, Call::scan_into);
 
-    /// Rank r ends with the reduction of the arrays of ranks 0 to r - 1; rank 0's is unchanged.
+    /// Rank r ends with the reduction of the arrays of ranks 0 to r - 1, in `buf` or `out`; that of rank 0 is unchanged.
     fn exscan(buf: Array<'py>, *, out: Out<'py> = None) takes Reduction
         = |calling| calling.in_place_or_into(buf, out, Call::exscan, Call::exscan_into);
 
-    /// Ends on no rank before every rank has called it.
+    /// A barrier: it is over on no rank before every rank has called it.
     fn barrier() takes Plain = |calling| calling.work(calling.call()?.barrier(), calling.py.None());
 
-    /// Sends an array to a rank, which receives with the same length, type and tag.
+    /// Sends an array to rank `dst`, which must receive with the same length, element type and tag.
     fn send(buf: Array<'py>, dst: usize) takes Tag
         = |calling| calling.in_place(buf, Use::Read, |call, buf| call.send(buf, dst));
 
-    /// Receives into an array what a rank sends.
+    /// Receives into an array what rank `src` sends.
     fn recv(buf: Array<'py>, src: usize) takes Tag
         = |calling| calling.in_place(buf, Use::Write, |call, buf| call.recv(buf, src));
 
-    /// Sends one array to a rank and receives another from a rank at once; the result is the one received.
+    /// Sends one array to rank `dst` and at the same time receives another from rank `src`; the result is the received array.
     fn send_recv(send: Array<'py>, dst: usize, recv: Array<'py>, src: usize) takes Tag
         = |calling| calling.out_of_place(&send, recv, |call, sent, received| call.send_recv(sent, dst, received, src));
 
-    /// Several messages in flight together: `("send" or "recv", array, peer, tag)` for each. The result is the list of the arrays.
+    /// Sends and receives several messages at the same time: `("send" or "recv", array, peer, tag)` for each. The result is the list of the arrays.
     fn batch(messages: Vec<(String, Array<'py>, usize, u32)>) takes Plain = |calling| {
         let (mut all, mut arrays) = (Vec::new(), Vec::new());
         for (direction, array, peer, tag) in messages {
@@ -381,7 +383,7 @@ calls! {
         calling.work(calling.submit(|| call.batch(all)), result)
     };
 
-    /// `all_reduce` of many arrays, of several types if need be, in one operation.
+    /// `all_reduce` of many arrays in one operation; their element types may differ.
     fn all_reduce_list(bufs: Vec<Array<'py>>) takes Reduction
         = |calling| calling.list(bufs, Use::Write, Call::all_reduce_list);
 
@@ -401,13 +403,13 @@ calls! {
     fn reduce_scatter_list(bufs: Vec<Array<'py>>, outs: Vec<Array<'py>>) takes Reduction
         = |calling| calling.list_into(&bufs, outs, Call::reduce_scatter_list);
 
-    /// Every rank ends with the root's bytes; the others need not know how many.
+    /// The result is the root's bytes, on every rank; the other ranks need not know how many there are, and their `data` is ignored.
     fn broadcast_bytes(data: Option<Vec<u8>>, root: usize = 0) takes Plain = |calling| {
         let work = calling.call()?.broadcast_bytes(data.unwrap_or_default(), root);
         calling.work(work, calling.py.None())
     };
 
-    /// Every rank's bytes, of whatever lengths, in a list by rank.
+    /// The result is the list of all ranks' bytes, in rank order; their lengths may differ.
     fn all_gather_bytes(data: Vec<u8>) takes Plain
         = |calling| calling.work(calling.call()?.all_gather_bytes(data), calling.py.None());
 }

@@ -19,14 +19,14 @@ use crate::keeper;
 use crate::options::seconds;
 use crate::wait::block_on;
 
-/// What `agree` and `shrink` came to, the same on all survivors.
+/// The result of `agree`, or part of that of `shrink`: the same on all survivors.
 #[pyclass(frozen, get_all, module = "allstream")]
 pub(crate) struct Verdict {
     /// Whether every survivor's flag was true.
     flag: bool,
-    /// The ranks that live, ascending.
+    /// The ranks that are alive, in ascending order.
     survivors: Vec<usize>,
-    /// The ranks that do not, ascending.
+    /// The ranks that are lost, in ascending order.
     lost: Vec<usize>,
 }
 
@@ -54,13 +54,13 @@ pub(crate) struct Comm {
     rank: usize,
     size: usize,
     name: String,
-    /// None once it was closed or left.
+    /// None once this communicator was closed or shrunk, or this rank has left it.
     handles: RwLock<Option<Handles>>,
-    /// Which communicator of this process it is, counted from 1.
+    /// A number of this communicator that no other in this process has, from 1 on.
     number: u64,
-    /// What is called when its operations are over.
+    /// The callbacks of its operations, which are called when these are over.
     callbacks: Arc<Callbacks>,
-    /// Waits for earlier operations on memory that later ones want. Made when it is first needed.
+    /// The stream that holds back a call until earlier operations have given back memory that the call uses, too. Made when first needed.
     behind: Mutex<Option<HostStream>>,
 }
 
@@ -68,7 +68,7 @@ static NUMBERS: AtomicU64 = AtomicU64::new(1);
 
 struct Handles {
     shared: SharedComm,
-    /// The one that is closed or shrunk.
+    /// The owning handle, which `close` and `shrink` consume.
     own: allstream::Comm,
 }
 
@@ -85,20 +85,20 @@ impl Comm {
         }
     }
 
-    /// A claim of one of its calls on memory.
+    /// A new claim, for the memory of one call on this communicator.
     pub(crate) fn claim(&self) -> Claim {
         Claim::of(self.number)
     }
 
-    /// Where the callbacks of an operation belong that is being called on this thread.
+    /// The place among this communicator's callbacks for those of an operation that this thread is calling.
     pub(crate) fn place(&self, is_message: bool) -> Place {
         self.callbacks.place(is_message)
     }
 
-    /// The call starts when `wait` has returned.
+    /// Makes the call start only after `wait`, which runs on a thread of its own, has returned.
     ///
     /// # Errors
-    /// The system has no thread to give.
+    /// The system cannot start a thread.
     pub(crate) fn after<'a>(
         &self,
         call: Call<'a>,
@@ -113,19 +113,19 @@ impl Comm {
         Ok(call.on(stream))
     }
 
-    /// Leaves, without the GIL: what waited for operations in flight ends with them.
+    /// Leaves the communicator. Called without the GIL: dropping `behind` waits for its thread, which may wait until operations in flight end.
     fn leave(handles: Option<Handles>, behind: Option<HostStream>) {
         drop(handles);
         drop(behind);
     }
 
-    /// The communicator, if this rank has not left it.
+    /// The communicator's shared handle.
     ///
     /// # Errors
-    /// It has.
+    /// The communicator was closed on this rank, or this process is a forked child of one that used allstream.
     pub(crate) fn shared(&self, py: Python<'_>, call: &str) -> PyResult<SharedComm> {
         match &*self.handles.read() {
-            // Refused before any lock is taken that a thread of the parent may have held.
+            // A forked child is refused here, before it takes a lock that a thread of its parent may have held during the fork.
             Some(handles) if keeper::is_forked() => {
                 let refused = handles.shared.check().err();
                 let error = refused.unwrap_or_else(|| allstream::Error::Unavailable {
@@ -141,7 +141,7 @@ impl Comm {
         }
     }
 
-    /// What this rank held, which from here on has left.
+    /// Takes the owning handle out: from here on this communicator counts as closed on this rank.
     fn take(&self, py: Python<'_>, call: &str) -> PyResult<allstream::Comm> {
         match self.handles.write().take() {
             Some(Handles { shared, own }) => {
@@ -155,7 +155,7 @@ impl Comm {
 
 impl Drop for Comm {
     fn drop(&mut self) {
-        // Saying goodbye may take a second, in which other Python threads run.
+        // Telling the other ranks that this one leaves may take a second: release the GIL, so that other Python threads run.
         let mut left = Some((self.handles.get_mut().take(), self.behind.get_mut().take()));
         Python::try_attach(|py| {
             let Some((handles, behind)) = left.take() else { return };
@@ -163,12 +163,12 @@ impl Drop for Comm {
                 py.detach(|| Comm::leave(handles, behind));
             }
         });
-        // There is no interpreter any more, for which its thread may wait for ever: the process ends.
+        // Still here only if the interpreter has ended. The thread of `behind` might then wait for ever, and the process ends anyway: leak both.
         std::mem::forget(left);
     }
 }
 
-/// An optional deadline.
+/// The timeout, given in seconds, as a duration, if one is given.
 fn deadline(py: Python<'_>, call: &str, timeout: Option<f64>) -> PyResult<Option<Duration>> {
     timeout.map(|timeout| seconds(py, call, "timeout", timeout)).transpose()
 }
@@ -177,7 +177,7 @@ fn cuda_device(py: Python<'_>, ordinal: usize) -> PyResult<Device> {
     Device::new(ordinal).map_err(|error| errors::of(py, &error))
 }
 
-/// How collectives on device memory run, in words.
+/// Describes in words how collectives on device memory run.
 fn described(path: &DevicePath) -> String {
     match path {
         DevicePath::Peer => "peer".into(),
@@ -192,13 +192,13 @@ fn described(path: &DevicePath) -> String {
 
 #[pymethods]
 impl Comm {
-    /// This rank in the group.
+    /// This rank's number in the group.
     #[getter]
     fn rank(&self) -> usize {
         self.rank
     }
 
-    /// Ranks in the group.
+    /// How many ranks the group has.
     #[getter]
     fn size(&self) -> usize {
         self.size
@@ -210,7 +210,7 @@ impl Comm {
         &self.name
     }
 
-    /// Hosts that the group's ranks are on.
+    /// How many hosts the group's ranks are on.
     #[getter]
     fn hosts(&self, py: Python<'_>) -> PyResult<usize> {
         Ok(self.shared(py, "hosts")?.hosts())
@@ -220,22 +220,23 @@ impl Comm {
         format!("<allstream.Comm {}, rank {} of {}>", self.name, self.rank, self.size)
     }
 
-    /// Collectives on arrays of CUDA devices run on the devices from here on; how they do: "peer" where the ranks' devices reach each other's
-    /// memory, else "staged", with the reason. All ranks call it, each with its device.
+    /// Makes later collectives on arrays of CUDA devices run on the devices. Returns how they run: "peer" if the ranks' devices can access each
+    /// other's memory, else "staged: " and the reason. All ranks call it, each with the number of its device.
     fn bind_device(&self, py: Python<'_>, device: usize) -> PyResult<String> {
         let (shared, device) = (self.shared(py, "bind_device")?, cuda_device(py, device)?);
         let path = block_on(py, shared.bind_device(&device))?;
         path.map(|path| described(&path)).map_err(|error| errors::of(py, &error))
     }
 
-    /// The same, and NCCL takes of the collectives on arrays of CUDA devices those that it can. Each rank has a device of its own.
+    /// As `bind_device`, but NCCL runs those collectives on arrays of CUDA devices that it supports. No two ranks may have the same device.
     fn bind_nccl(&self, py: Python<'_>, device: usize) -> PyResult<String> {
         let (shared, device) = (self.shared(py, "bind_nccl")?, cuda_device(py, device)?);
         let path = block_on(py, shared.bind_nccl(&device))?;
         path.map(|path| described(&path)).map_err(|error| errors::of(py, &error))
     }
 
-    /// Communicators of the ranks that give the same `color`, ordered by `key`, then by rank; None where `color` is. All ranks call it.
+    /// A communicator of the ranks that give the same `color`, ordered by `key`, then by rank; None on ranks whose `color` is None. All ranks
+    /// call it.
     #[pyo3(signature = (color, key=0))]
     fn split(&self, py: Python<'_>, color: Option<u64>, key: i64) -> PyResult<Option<Comm>> {
         let shared = self.shared(py, "split")?;
@@ -256,7 +257,7 @@ impl Comm {
         Ok(Comm::new(block_on(py, shared.dup())?.map_err(|error| errors::of(py, &error))?))
     }
 
-    /// One verdict for all survivors: whether the flags of all of them are true, and who they are.
+    /// Gives all survivors the same verdict: whether the flags of all of them are true, and which ranks they are.
     #[pyo3(signature = (flag, timeout=None))]
     fn agree(&self, py: Python<'_>, flag: bool, timeout: Option<f64>) -> PyResult<Verdict> {
         let shared = self.shared(py, "agree")?;
@@ -268,7 +269,7 @@ impl Comm {
         Ok(verdict.into())
     }
 
-    /// A communicator of the survivors, and who they are. This one is closed by it. All survivors call it.
+    /// A new communicator of the survivors, and the verdict that names them. This communicator is closed. All survivors call it.
     #[pyo3(signature = (timeout=None))]
     fn shrink(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<(Comm, Verdict)> {
         let timeout = deadline(py, "shrink", timeout)?;
@@ -287,24 +288,25 @@ impl Comm {
         Ok(())
     }
 
-    /// Raises the cause for which this communicator is dead, if it is.
+    /// If this communicator has failed, raises the error that was the cause.
     fn check(&self, py: Python<'_>) -> PyResult<()> {
         self.shared(py, "check")?.check().map_err(|error| errors::of(py, &error))
     }
 
-    /// Waits until all that was submitted is done and has left, and says goodbye; nothing where that was done before.
+    /// Waits until all submitted operations are done and their data is sent, then closes. Does nothing if this communicator is closed already.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         let Ok(own) = self.take(py, "close") else { return Ok(()) };
         block_on(py, own.close())?.map_err(|error| errors::of(py, &error))
     }
 
-    /// Leaves without waiting for the other ranks, as dropping it does: for the end of the interpreter.
+    /// Leaves without waiting for the other ranks, as dropping the `Comm` does. Called when the interpreter ends.
     fn _leave(&self, py: Python<'_>) {
         let (handles, behind) = (self.handles.write().take(), self.behind.lock().take());
         py.detach(|| Comm::leave(handles, behind));
     }
 
-    /// Of which arrays the other ranks' devices could not read the memory where it lies, and why.
+    /// How many `buffers`, of how many `bytes` in all, collectives had to copy because other ranks' devices could not read them in place, and `why`
+    /// for the last one. None if there was none.
     fn device_copies<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyDict>>> {
         let Some(copies) = self.shared(py, "device_copies")?.device_copies() else { return Ok(None) };
         let all = PyDict::new(py);
@@ -314,7 +316,7 @@ impl Comm {
         Ok(Some(all))
     }
 
-    /// What this rank holds for communication right now.
+    /// The operations in flight and the memory that this rank holds for communication now.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let stats = self.shared(py, "stats")?.stats();
         let all = PyDict::new(py);
@@ -328,19 +330,19 @@ impl Comm {
         Ok(all)
     }
 
-    /// Writes what this rank has done last (the flight recorder) to a file, and returns its name: for `allstream trace`.
+    /// Writes what this rank has done last (the flight recorder) to a file, which `allstream trace` reads; returns the file's name.
     fn record(&self, py: Python<'_>) -> PyResult<String> {
         let path = self.shared(py, "record")?.record().map_err(|error| errors::of(py, &error))?;
         Ok(path.display().to_string())
     }
 
-    /// Whether calls are deterministic from here on; the same on all ranks.
+    /// Sets whether later calls are deterministic. All ranks must set the same.
     fn set_deterministic(&self, py: Python<'_>, on: bool) -> PyResult<()> {
         self.shared(py, "set_deterministic")?.set_deterministic(on);
         Ok(())
     }
 
-    /// An array of zeros in memory that the other ranks of this host read in place: a collective on it copies nothing.
+    /// An array of zeros in memory that the other ranks of this host read in place, so that a collective on it copies nothing.
     #[pyo3(signature = (shape, dtype=None))]
     fn empty<'py>(
         slf: &Bound<'py, Self>,
@@ -351,7 +353,7 @@ impl Comm {
         arrays.call_method1(intern!(slf.py(), "empty"), (slf, shape, dtype))
     }
 
-    /// So many bytes of such memory.
+    /// `bytes` bytes of the memory that `empty` uses.
     fn _block(&self, py: Python<'_>, bytes: usize) -> PyResult<Block> {
         let memory = self.shared(py, "empty")?.alloc::<u8>(bytes).map_err(|error| errors::of(py, &error))?;
         Ok(Block::new(memory))

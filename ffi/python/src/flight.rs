@@ -1,4 +1,4 @@
-//! [`Flight`]: an operation of the engine's, whatever its type, and what it came to.
+//! [`Flight`]: an operation of the engine in flight, of any type; [`Landed`]: how it ended.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -11,16 +11,16 @@ use allstream::{Batch, Error, Failed, Ordered, SendRecv};
 use crate::memory::Memory;
 use crate::wait::poll_until;
 
-/// What an operation came to.
+/// How an operation ended.
 pub(crate) struct Landed {
     pub(crate) outcome: Result<Value, Error>,
-    /// The buffers that it gave back.
+    /// The buffers that the operation gave back.
     pub(crate) memory: Vec<Memory>,
 }
 
-/// What is known when it is over, and not when it is called.
+/// The part of an operation's result that is known only at its end.
 pub(crate) enum Value {
-    /// Nothing: its result is the array that it was given.
+    /// Nothing: the result was known at the call (an array, a list of arrays, or None).
     Given,
     /// One rank's bytes.
     Bytes(Vec<u8>),
@@ -28,20 +28,20 @@ pub(crate) enum Value {
     AllBytes(Vec<Vec<u8>>),
 }
 
-/// An operation of the engine's, whatever its type.
+/// An operation of the engine in flight, of any type.
 pub(crate) trait Flight: Send {
     fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Landed>;
-    /// Waits for so long at most, working on it; the flight comes back where it is not over.
+    /// Waits for `most` at most, and works on the operation meanwhile. `Err`: the flight itself, as the operation is not over.
     fn wait_for(self: Box<Self>, most: Duration) -> Result<Landed, Box<dyn Flight>>;
-    /// Whether all of it is on its device's stream, as it is when all ranks have called it; also, where no device runs it.
+    /// Whether all work of the operation is on the devices' streams, as it soon is once all ranks have called it. Also `true` if no device runs it.
     fn is_enqueued(&self) -> bool;
-    /// Makes a device's stream wait for it, and gives the arrays back in the order of that stream; the flight comes back where no device runs it.
+    /// Makes a device's stream wait for the operation, and gives the arrays back in the order of that stream. `Err`: no device runs it.
     fn join(self: Box<Self>, stream: &DeviceStream) -> Result<Landed, Box<dyn Flight>>;
-    /// Why nothing was submitted.
+    /// The error, if the call was refused and nothing was submitted.
     fn refused(&self) -> Option<Error>;
 }
 
-/// What a finished operation gives: buffers to be given back, and what they mean.
+/// The result type of an operation of the engine: `landed` moves its buffers to `memory`, and returns its [`Value`].
 pub(crate) trait Outcome: Send + 'static {
     fn landed(self, memory: &mut Vec<Memory>) -> Value;
 }
@@ -147,7 +147,7 @@ impl<O: Outcome, F: Outcome> Flight for allstream::Work<O, F> {
     }
 }
 
-/// Several operations of the engine's that are one here.
+/// Implements [`Flight`] for types that combine several operations of the engine. No stream can wait for these (`join`).
 macro_rules! several {
     ($($type:ty),*) => {$(
         impl Flight for $type {

@@ -1,5 +1,5 @@
-//! Which memory operations have now. Rust's types keep a program from touching what is in flight; Python has nothing of the kind. A second
-//! operation on the same memory, also on a part, waits for the first one where both are of the same communicator, and is refused by name else.
+//! The memory that operations use now. Rust's types keep a program from touching memory in flight; Python cannot. A second operation on the same
+//! host memory, or a part of it, waits for the first if both are of one communicator; else, and on a device, it is refused with an error.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -16,26 +16,26 @@ use crate::operation::Operation;
 /// What an operation does with memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Use {
-    /// It reads: several may.
+    /// The operation only reads; several may read the same memory.
     Read,
-    /// It writes, and nobody else may read or write.
+    /// The operation writes, and no other may read or write the memory meanwhile.
     Write,
 }
 
-/// The call that memory was taken for.
+/// The call for which memory was taken.
 #[derive(Default)]
 pub(crate) struct Holder {
-    /// Its communicator.
+    /// The number of its communicator; 0: it may wait for no other call.
     comm: u64,
-    /// What it has submitted, once it has.
+    /// The operation that the call has submitted, once it has.
     operation: OnceLock<Weak<dyn Operation>>,
-    /// How many ranges it has. Changed with the table locked.
+    /// How many ranges of memory the call has. Changed only while the table is locked.
     ranges: AtomicUsize,
 }
 
 impl Holder {
-    /// Waits, without the GIL, until the call's operation is over and has given its memory back. Where the communicator has failed nobody works on
-    /// memory any more, but it may come back late.
+    /// Waits until the call's operation has given all its memory back; called without the GIL. Returns early if the communicator has failed: then
+    /// no operation uses the memory any more, but it may be given back late.
     fn wait(&self, comm: &SharedComm) {
         let mut table = TABLE.lock();
         while self.ranges.load(Ordering::Relaxed) > 0 {
@@ -46,37 +46,37 @@ impl Holder {
     }
 }
 
-/// How often whoever waits for memory looks whether its communicator has failed.
+/// How often a thread that waits for memory checks whether its communicator has failed.
 const LOOK: Duration = Duration::from_millis(200);
 static RELEASED: Condvar = Condvar::new();
 
-/// What one call takes, and what it has to wait for.
+/// The memory that one call takes, and the calls for which it has to wait.
 #[derive(Default)]
 pub(crate) struct Claim {
     holder: Arc<Holder>,
-    /// Earlier calls that have some of the same memory.
+    /// Earlier calls that have a part of the same memory.
     behind: Vec<Arc<Holder>>,
 }
 
 impl Claim {
-    /// Of a call of a communicator that may wait for its own earlier ones. Another's (`Claim::default()`) waits for none.
+    /// The claim of a call that may wait for earlier calls of its communicator, which has the number `comm`. (`Claim::default()` waits for none.)
     pub(crate) fn of(comm: u64) -> Claim {
         let holder = Holder { comm, ..Holder::default() };
         Claim { holder: Arc::new(holder), behind: Vec::new() }
     }
 
-    /// The call has submitted its operation.
+    /// Notes the operation that the call has submitted.
     pub(crate) fn submitted(&self, operation: &Arc<impl Operation + 'static>) {
         let operation = Arc::downgrade(operation);
-        // It is called once for each call.
+        // Each call does this once, so the cell is empty.
         let _ = self.holder.operation.set(operation);
     }
 
-    /// What waits, without the GIL, for earlier calls that have some of the memory, if there are any.
+    /// A function that waits for the earlier calls that have a part of this claim's memory; call it without the GIL. `None`: there are none.
     pub(crate) fn waits(&mut self, comm: &SharedComm) -> Option<impl FnOnce() + Send + 'static + use<>> {
         let behind = std::mem::take(&mut self.behind);
         for operation in behind.iter().filter_map(|holder| holder.operation.get()?.upgrade()) {
-            // An operation gives its memory back when somebody looks at it. One whose work was dropped does so by itself.
+            // An operation gives its memory back only when a thread polls it: have the keeper do so. (If its `Work` was dropped, the engine gives it back.)
             operation.watch();
         }
         let comm = comm.clone();
@@ -84,7 +84,7 @@ impl Claim {
     }
 }
 
-/// Memory that waits behind an earlier operation's.
+/// A range of memory of a call that waits for earlier operations on a part of it.
 struct Queued {
     start: usize,
     end: usize,
@@ -95,13 +95,13 @@ struct Queued {
 
 #[derive(Default)]
 struct Table {
-    /// Memory that is written, by its start: the end. No two of them overlap.
+    /// The ranges that are written: from start to end and holder. No two of them overlap.
     written: BTreeMap<usize, (usize, Arc<Holder>)>,
-    /// Memory that is read, by its start and a number: the end.
+    /// The ranges that are read: from start, and a number that tells equal starts apart, to end and holder.
     read: BTreeMap<(usize, u64), (usize, Arc<Holder>)>,
-    /// The longest that was read since nothing was.
+    /// No range in `read` is longer than so many bytes. 0 again when `read` becomes empty.
     longest_read: usize,
-    /// What overlaps with others of these three. Few programs have any.
+    /// Ranges that overlapped with another range of this table when they were taken. Few programs have any.
     queued: Vec<Queued>,
     next: u64,
 }
@@ -115,9 +115,9 @@ static TABLE: Mutex<Table> = Mutex::new(Table {
 });
 
 impl Table {
-    /// Calls that have some of this memory, so that it cannot be had now.
+    /// The calls that have a part of this memory, so that it cannot be used in this way now.
     fn holders(&self, start: usize, end: usize, how: Use) -> Vec<Arc<Holder>> {
-        // The ranges do not overlap, so those that end after `start` are the last ones that begin before `end`.
+        // Written ranges do not overlap: of those that begin before `end`, the ones that end after `start` are the last.
         let written = self.written.range(..end).rev().take_while(|(_, (ends, _))| *ends > start);
         let mut all: Vec<_> = written.map(|(_, (_, holder))| holder.clone()).collect();
         if how == Use::Write {
@@ -133,14 +133,14 @@ impl Table {
     }
 }
 
-/// A range of addresses that an operation has; given back when this is dropped.
+/// A range of addresses that a call has taken. Dropping this gives the range back.
 pub(crate) struct Taken {
     start: usize,
     entry: Entry,
     holder: Arc<Holder>,
 }
 
-/// Where it is written down.
+/// In which part of the table a range is.
 enum Entry {
     Written,
     Read(u64),
@@ -149,14 +149,14 @@ enum Entry {
 
 /// Why memory cannot be had.
 pub(crate) enum Refused {
-    /// Another operation has some of it.
+    /// Another operation has a part of it, and this call cannot wait for that operation.
     Elsewhere,
-    /// Another argument of the same call has.
+    /// Another argument of the same call has a part of it.
     Twice,
 }
 
-/// Takes `bytes` bytes from `start` on for a call, which may have to wait for others. Without bytes there is nothing to take. `may_wait`: of
-/// memory of the host's.
+/// Takes `bytes` bytes from `start` on for a call, which may then have to wait for others. `None`: there are no bytes to take. `may_wait`:
+/// whether the call may wait for this memory, which is so if it is on the host.
 pub(crate) fn take(
     start: usize,
     bytes: usize,
@@ -174,7 +174,7 @@ pub(crate) fn take(
     if holders.iter().any(|other| Arc::ptr_eq(other, &holder)) {
         return Err(Refused::Twice);
     }
-    // A claim of no communicator's (0) waits for nobody.
+    // A claim without a communicator (number 0) waits for no other call.
     let waits_for = |other: &Arc<Holder>| may_wait && holder.comm != 0 && other.comm == holder.comm;
     if !holders.iter().all(waits_for) {
         return Err(Refused::Elsewhere);
@@ -203,7 +203,7 @@ pub(crate) fn take(
 
 impl Drop for Taken {
     fn drop(&mut self) {
-        // In a forked child the table may be locked by a thread that is not there.
+        // In a forked child the table may be locked by a thread that exists only in the parent.
         if keeper::is_forked() {
             return;
         }
@@ -223,7 +223,7 @@ impl Drop for Taken {
     }
 }
 
-/// How many ranges of memory operations have now: for tests.
+/// How many ranges of memory operations have now. Used by tests.
 #[pyfunction]
 #[pyo3(name = "_in_flight")]
 pub(crate) fn in_flight() -> usize {

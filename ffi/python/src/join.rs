@@ -1,4 +1,4 @@
-//! Joining a world.
+//! The functions with which a process joins a world, or makes one of its own.
 
 use std::net::TcpListener;
 use std::os::fd::{BorrowedFd, IntoRawFd, RawFd};
@@ -13,10 +13,10 @@ use crate::keeper;
 use crate::options::seconds;
 use crate::wait::block_on;
 
-/// Where ranks meet, by the arguments of `connect`.
+/// The rendezvous, from the options of `connect` and the environment. `call`: the Python call's name, for errors.
 fn rendezvous(call: &str, options: Option<&Bound<'_, PyDict>>, py: Python<'_>) -> PyResult<Rendezvous> {
     let refuse = |problem: &str| errors::invalid(py, call, problem);
-    // Whoever has called from Python knows this call, and not the engine's.
+    // Errors name the Python call, as its caller does not know the engine's.
     let engine = |error: Error| match error {
         Error::Invalid { problem, .. } => refuse(&problem),
         error => errors::of(py, &error),
@@ -47,7 +47,7 @@ fn rendezvous(call: &str, options: Option<&Bound<'_, PyDict>>, py: Python<'_>) -
             ));
         }
     };
-    // What an environment says beside a launcher's own variables holds for worlds whose address was given, too.
+    // These variables also hold if the address was given; `from_env_or_alone` reads them itself.
     if get("address")?.is_some() {
         if let Ok(label) = std::env::var("ALLSTREAM_HOST_ID") {
             meeting = meeting.host_id(label);
@@ -85,18 +85,19 @@ fn rendezvous(call: &str, options: Option<&Bound<'_, PyDict>>, py: Python<'_>) -
     Ok(meeting)
 }
 
-/// The socket of a descriptor of Python's, duplicated.
+/// A duplicate of the socket that a Python program has open as this descriptor.
 fn listener(fd: RawFd) -> Result<TcpListener, String> {
     if fd < 0 {
         return Err(format!("listener is {fd}, expected the descriptor of a listening socket"));
     }
-    // SAFETY: the descriptor is looked at while the caller, who has the GIL, has it open; where it is none, duplicating it fails.
+    // SAFETY: the descriptor is not negative. It is used only to duplicate it, right here, while the caller has it open and this thread holds
+    // the GIL; a number that is no open descriptor makes that fail, and touches nothing.
     let borrowed = unsafe { BorrowedFd::borrow_raw(fd) };
     let owned = borrowed.try_clone_to_owned();
     owned.map(TcpListener::from).map_err(|error| format!("listener {fd} cannot be duplicated: {error}"))
 }
 
-/// Joins a world, and returns when all its ranks are there. See the stub file for the arguments.
+/// Joins a world, and returns when all its ranks have joined. The stub file `_native.pyi` describes the arguments.
 #[pyfunction]
 #[pyo3(signature = (**options))]
 pub(crate) fn connect(py: Python<'_>, options: Option<&Bound<'_, PyDict>>) -> PyResult<Comm> {
@@ -106,7 +107,7 @@ pub(crate) fn connect(py: Python<'_>, options: Option<&Bound<'_, PyDict>>) -> Py
     Ok(Comm::new(comm))
 }
 
-/// As `connect`, with `devices` ranks in this process; `rank` and `size` count processes.
+/// As `connect`, but with `devices` ranks in this process; `rank` and `size` then count processes.
 #[pyfunction]
 #[pyo3(signature = (devices, **options))]
 pub(crate) fn connect_node(
@@ -128,12 +129,12 @@ pub(crate) fn local(py: Python<'_>, size: usize) -> PyResult<Vec<Comm>> {
     Ok(comms.into_iter().map(Comm::new).collect())
 }
 
-/// Opens a socket where rank 0 may listen: its descriptor, which is the caller's, and its address as `connect` takes it. See the stub
-/// file.
+/// Opens a socket where rank 0 may listen. Returns its descriptor, which the caller closes, and its address in the form that `connect` takes.
+/// See the stub file `_native.pyi`.
 #[pyfunction]
 #[pyo3(signature = (near=None))]
 pub(crate) fn listen_for_ranks(py: Python<'_>, near: Option<(String, u16)>) -> PyResult<(RawFd, String)> {
-    // A name may take a while to be resolved.
+    // Without the GIL, as resolving a host name may take a while.
     let opened =
         py.detach(|| Rendezvous::listen_for_ranks(near.as_ref().map(|(host, port)| (host.as_str(), *port))));
     let (listener, at) = opened.map_err(|error| errors::of(py, &error))?;

@@ -1,8 +1,8 @@
-//! A thread that waits for the GIL in place of the engine's threads: it gives Python objects back, and looks at operations whose end Python
-//! waits for.
+//! The keeper: a thread that waits for the GIL in place of the engine's threads. It drops Python objects, and polls operations whose end
+//! somebody in Python waits for.
 //!
-//! Threads of the engine's serve all groups, so none of them may wait for the GIL, which a computing thread can hold for long. They leave
-//! a message here, which never waits.
+//! The engine's threads serve all groups, so none of them may wait for the GIL, which a computing thread can hold for long. They send the
+//! keeper a [`Task`] instead; sending never blocks.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
@@ -16,39 +16,39 @@ use crate::errors;
 use crate::operation::Operation;
 
 enum Task {
-    /// A buffer of an operation that nobody waited for.
+    /// Drop a Python object, such as the array of an operation that nobody waited for.
     Drop(Py<PyAny>),
-    /// The same, of a tensor whose library gave it by a capsule.
+    /// Drop a tensor that another library has handed over in a DLPack capsule: its deleter may wait for the GIL.
     Delete(Box<dyn Send>),
-    /// An operation has moved on.
+    /// Poll an operation: it may be over.
     Look(Arc<dyn Operation>),
-    /// Somebody wants to know that all that was left before is done.
+    /// Tell the sender that all tasks sent before this one are done.
     Tell(Sender<()>),
 }
 
 static TASKS: OnceLock<Sender<Task>> = OnceLock::new();
-/// Set in a child of `fork`, which has none of the threads.
+/// Set in a forked child of a process that had started the keeper: none of this module's threads exist in the child.
 static FORKED: AtomicBool = AtomicBool::new(false);
-/// Set when the interpreter ends: no thread of ours may enter it from then on.
+/// Set when the interpreter ends: from then on no thread of this module may begin to run Python code.
 static ENDED: AtomicBool = AtomicBool::new(false);
-/// Threads of ours hold it shared while they run Python. The thread that ends the interpreter takes it exclusively, and so waits for them.
+/// This module's threads hold it shared while they run Python code. The thread that ends the interpreter takes it exclusively, and so waits for them.
 static INSIDE: RwLock<()> = RwLock::new(());
-/// How often the end of the interpreter asks for signals while it waits for Python that such threads run.
+/// How often the thread that ends the interpreter checks for signals while it waits for this module's threads.
 const ASK: Duration = Duration::from_millis(100);
 
-/// Says that a thread of ours is about to run Python, as long as this is held: the interpreter does not end meanwhile. (After its end
-/// Python ends any thread that asks for the GIL, and one with frames of Rust or C++ takes the process with it.) `None`: the interpreter has
-/// ended, or is about to.
+/// Lets this thread run Python code: the interpreter does not end while the guard is held. `None`: the interpreter has ended, or is about
+/// to. (After its end Python kills any thread that asks for the GIL; if that thread has Rust or C++ frames on its stack, the process dies.)
 pub(crate) fn inside() -> Option<RwLockReadGuard<'static, ()>> {
     let inside = INSIDE.try_read();
-    // Read with the lock held: the thread that ends the interpreter sets it before it waits for the lock.
+    // `ENDED` is read with the lock held, and the thread that ends the interpreter sets it before it waits for the lock: so one sees the other.
     inside.filter(|_| !ENDED.load(Ordering::Acquire))
 }
 
-/// Starts the thread, if it does not run. Importing the module does not start it: programs import the module and then fork their ranks.
+/// Starts the keeper's thread, unless it runs already. Importing the module does not start it, as programs import the module and then fork
+/// their ranks.
 ///
 /// # Errors
-/// The system has no thread to give.
+/// The system cannot start a thread.
 pub(crate) fn start() -> PyResult<()> {
     if TASKS.get().is_some() {
         return Ok(());
@@ -63,14 +63,14 @@ pub(crate) fn start() -> PyResult<()> {
         .name("allstream-python".into())
         .spawn(run)
         .map_err(|error| errors::system("start the thread that gives Python's objects back", &error))?;
-    // Where two threads come here at once, the thread of the one that is late ends with its sender.
+    // If two threads start one at once, `set` fails for the later: its sender is dropped, and so its thread ends.
     let _ = TASKS.set(tasks);
     Ok(())
 }
 
 fn run(task: Task) {
     if let Task::Tell(done) = task {
-        // Who asked may have been interrupted meanwhile.
+        // Sending fails if the thread that asked was interrupted and no longer waits.
         let _ = done.send(());
         return;
     }
@@ -82,7 +82,7 @@ fn run(task: Task) {
         Task::Drop(object) => {
             let mut object = Some(object);
             Python::try_attach(|_| drop(object.take()));
-            // There is no interpreter any more, and nothing to give back.
+            // Still here only if the interpreter has ended: then the object cannot be dropped.
             std::mem::forget(object);
         }
         Task::Delete(tensor) => drop(tensor),
@@ -103,17 +103,17 @@ fn leave(task: Task) {
     }
 }
 
-/// Gives an object back, soon, on the thread that may wait for the GIL.
+/// Has the keeper drop a Python object soon. Never waits.
 pub(crate) fn give_back(object: Py<PyAny>) {
     leave(Task::Drop(object));
 }
 
-/// Gives a tensor back to its library, soon, on the same thread.
+/// Has the keeper give a tensor back to its library soon. Never waits.
 pub(crate) fn delete(tensor: Box<dyn Send>) {
     leave(Task::Delete(tensor));
 }
 
-/// Has an operation looked at, soon.
+/// Has the keeper poll an operation soon. Never waits.
 pub(crate) fn look_at(operation: Arc<dyn Operation>) {
     leave(Task::Look(operation));
 }
@@ -123,7 +123,7 @@ pub(crate) fn is_forked() -> bool {
     FORKED.load(Ordering::Acquire)
 }
 
-/// Called in a child of `os.fork`, before anything else runs there.
+/// Python calls this in a forked child (`os.register_at_fork`), before other code runs there.
 #[pyfunction]
 #[pyo3(name = "_forked")]
 pub(crate) fn forked() {
@@ -132,10 +132,10 @@ pub(crate) fn forked() {
     }
 }
 
-/// Waits, without the GIL, until the keeper has done all that was left for it.
+/// Waits, without the GIL, until the keeper has done all tasks sent so far.
 ///
 /// # Errors
-/// What the handler of a signal raises.
+/// The exception that a signal handler has raised.
 pub(crate) fn finish(py: Python<'_>) -> PyResult<()> {
     let (done, told) = channel();
     let told = Mutex::new(told);
@@ -150,10 +150,10 @@ pub(crate) fn finish(py: Python<'_>) -> PyResult<()> {
     Ok(())
 }
 
-/// Lets no thread of ours begin to run Python any more, and waits, without the GIL, for those that do.
+/// Forbids this module's threads to begin running Python code, and waits, without the GIL, for those that run some now.
 ///
 /// # Errors
-/// What the handler of a signal raises.
+/// The exception that a signal handler has raised.
 pub(crate) fn close(py: Python<'_>) -> PyResult<()> {
     ENDED.store(true, Ordering::Release);
     while !py.detach(|| INSIDE.try_write_for(ASK).is_some()) {

@@ -1,8 +1,8 @@
 //! The compiled module of the Python package `allstream`.
 //!
-//! Nothing here waits for the interpreter's lock (the GIL) on a thread of the engine's: what Python objects must be told or given back when
-//! an operation ends goes to one thread of this module's ([`keeper`]), which may wait for the lock. What users have asked to be called then
-//! may wait for anything, and runs on threads of its own ([`callbacks`]).
+//! No thread of the engine ever waits for the interpreter's lock (the GIL). When an operation ends, one thread of this module ([`keeper`]),
+//! which may wait for the lock, drops Python objects and records how the operation ended. Users' callbacks may wait for anything, and run on
+//! threads of their own ([`callbacks`]).
 
 use pyo3::prelude::*;
 

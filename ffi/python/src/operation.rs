@@ -1,16 +1,17 @@
-//! [`Operation`]: what others need of an operation in flight, without knowing how Python sees it.
+//! [`Operation`]: an operation in flight, as modules see it that do not know the Python classes.
 
 use std::sync::Arc;
 
 use pyo3::prelude::*;
 
-/// An operation in flight, of whose end somebody is to be told. Implemented by [`Flying`](crate::work::Flying).
+/// An operation in flight. Implemented by [`Flying`](crate::work::Flying).
 pub(crate) trait Operation: Send + Sync {
-    /// On the keeper's thread: whether it has ended.
+    /// Polls the operation; if it is over, records its end. Called on the keeper's thread.
     fn look(self: Arc<Self>);
-    /// Somebody is to be told of its end.
+    /// Notes that somebody waits for the operation's end: from now on the keeper polls it until it is over.
     fn watch(self: Arc<Self>);
     fn is_over(&self) -> bool;
-    /// On the group's thread, when it is over: calls the callbacks, also those that come meanwhile.
+    /// Calls the callbacks, also those that are added meanwhile. Called on a thread of the group's [`Callbacks`](crate::callbacks::Callbacks), when
+    /// the operation is over.
     fn call_back(&self, py: Python<'_>);
 }

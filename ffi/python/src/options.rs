@@ -13,9 +13,9 @@ use crate::stream::HostStream;
 /// Which options a call takes.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Takes {
-    /// Those of every call.
+    /// Only the options that every call takes.
     Plain,
-    /// Also those of a reduction.
+    /// Also the options of a reduction.
     Reduction,
     /// Also a message's tag.
     Tag,
@@ -24,7 +24,7 @@ pub(crate) enum Takes {
 /// A number of seconds as a duration. `call` and `name` are the Python names of the call and its option, for the error's text.
 ///
 /// # Errors
-/// The number is negative, or none (NaN).
+/// The number is negative or a NaN.
 pub(crate) fn seconds(py: Python<'_>, call: &str, name: &str, value: f64) -> PyResult<Duration> {
     // 1e9 seconds are longer than anybody waits. A larger number, such as infinity, need not fit a `Duration`.
     Duration::try_from_secs_f64(value.clamp(f64::MIN, 1e9)).map_err(|_| {
@@ -86,11 +86,11 @@ pub(crate) fn with_options<'a>(
     Ok(call)
 }
 
-/// The name of a reduction, which the caller gives as a string, or as a member of another library's enumeration (Ray's `ReduceOp.SUM`, say).
-/// Other libraries have other names than ours for some.
+/// The name of a reduction, which the caller gives as a string or as a member of another library's enumeration (such as Ray's `ReduceOp.SUM`).
+/// Names that other libraries have for some reductions are translated to allstream's.
 fn operator(value: &Bound<'_, PyAny>) -> PyResult<String> {
     let name = match value.cast::<PyString>() {
-        // Not its `str()`: a member of an enumeration of strings is one, and that would be another text.
+        // Its text, not its `str()`: a member of a string enumeration is a string, too, whose `str()` may give its class and name instead.
         Ok(text) => text.to_str()?.to_lowercase(),
         Err(_) => value.getattr_opt("name")?.unwrap_or_else(|| value.clone()).str()?.to_str()?.to_lowercase(),
     };

@@ -1,4 +1,4 @@
-//! What lies beside this package in the interpreter's folders of packages.
+//! Looks for NCCL in the folders in which the interpreter finds packages.
 
 use std::path::{Path, PathBuf};
 
@@ -6,13 +6,13 @@ use allstream_sys::nccl::look_in_packages;
 use pyo3::prelude::*;
 use pyo3::types::PyList;
 
-/// Has NCCL looked for in the folders in which this interpreter looks for packages. torch finds its NCCL there, and a process has one: that
-/// of whoever loads it first.
+/// Tells `allstream_sys` to look for NCCL in the interpreter's package folders. torch finds its NCCL there, and a process can have only one
+/// NCCL: the one that is loaded first.
 pub(crate) fn tell_of_nccl(py: Python<'_>) {
     let path = py.import("sys").and_then(|sys| sys.getattr("path"));
     let Ok(path) = path.and_then(|path| Ok(path.cast_into::<PyList>()?)) else { return };
     let entries = path.iter().filter_map(|entry| entry.extract::<PathBuf>().ok());
-    // Others have parts of the standard library, or a program's own modules, and nobody wants to read of them in an error.
+    // Other entries of `sys.path` are of the standard library or of the program: leave them out, so that no error lists them as places searched.
     look_in_packages(entries.filter(|folder| is_of_packages(folder)));
 }
 

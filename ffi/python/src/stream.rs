@@ -1,4 +1,4 @@
-//! [`HostStream`]: Python functions in order on a thread beside the caller's.
+//! [`HostStream`]: runs Python functions in order on a thread of its own.
 
 use std::sync::Arc;
 
@@ -11,12 +11,12 @@ use crate::errors;
 use crate::keeper;
 use crate::wait::block_on;
 
-/// Python functions that run in order, one after another, on a thread beside the caller's: to a CPU what a CUDA stream is to a GPU.
+/// Runs Python functions in order, one after another, on a thread of its own: it is to a CPU what a CUDA stream is to a GPU.
 #[pyclass(frozen, module = "allstream")]
 pub(crate) struct HostStream {
-    /// None while it is dropped.
+    /// None only while this is being dropped.
     stream: Option<allstream::HostStream>,
-    /// The first exception that a function raised.
+    /// The first exception that a function has raised since the last `synchronize`.
     raised: Arc<Mutex<Option<PyErr>>>,
 }
 
@@ -26,12 +26,12 @@ impl HostStream {
         self.stream.as_ref().unwrap_or_else(|| unreachable!("a stream is there until it is dropped"))
     }
 
-    /// The call starts after what the stream holds now.
+    /// Makes the call start only after all that was put on the stream before.
     pub(crate) fn before<'a>(&self, call: Call<'a>) -> Call<'a> {
         call.on(self.stream())
     }
 
-    /// What is put on the stream from here on starts after `job`, which waits without the GIL.
+    /// Makes all that is put on the stream later start only after `job` has returned. `job` runs on the stream's thread, without the GIL.
     pub(crate) fn after(&self, job: impl FnOnce() + Send + 'static) {
         self.stream().launch(job);
     }
@@ -47,7 +47,7 @@ impl HostStream {
         Ok(HostStream { stream: Some(stream), raised: Arc::default() })
     }
 
-    /// Runs `function(*args)` after all that was put on the stream before. What it raises, `synchronize` raises.
+    /// Runs `function(*args)` after all that was put on the stream before. An exception that it raises is raised by `synchronize`.
     #[pyo3(signature = (function, *args))]
     fn launch(&self, function: Py<PyAny>, args: Py<PyTuple>) {
         let raised = self.raised.clone();
@@ -61,12 +61,12 @@ impl HostStream {
                     }
                 });
             }
-            // There is no interpreter any more.
+            // Still here only if the interpreter has ended: then Python objects cannot be dropped.
             std::mem::forget(run);
         });
     }
 
-    /// Waits until all that was put on the stream is done; raises the first exception of a function that ran there.
+    /// Waits until all that was put on the stream is done. If functions have raised exceptions since the last call, raises the first of them.
     fn synchronize(&self, py: Python<'_>) -> PyResult<()> {
         let event = self.stream().record();
         block_on(py, event)?.map_err(|error| errors::of(py, &error))?;
@@ -79,10 +79,10 @@ impl HostStream {
 
 impl Drop for HostStream {
     fn drop(&mut self) {
-        // It waits for its thread, whose functions want the GIL.
+        // Dropping the stream waits for its thread, whose functions need the GIL: so release it.
         let mut stream = self.stream.take();
         Python::try_attach(|py| py.detach(|| drop(stream.take())));
-        // There is no interpreter any more, for which its thread may wait for ever: the process ends.
+        // Still here only if the interpreter has ended. The stream's thread may then wait for the GIL for ever, and the process ends anyway: leak it.
         std::mem::forget(stream);
     }
 }

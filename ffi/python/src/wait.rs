@@ -1,4 +1,4 @@
-//! Waiting without the GIL, so that other Python threads run, and so that Ctrl-C is heard.
+//! Waiting without the GIL, so that other Python threads run meanwhile and Ctrl-C ends the wait.
 
 use std::future::Future;
 use std::pin::pin;
@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use pyo3::prelude::*;
 
-/// How long at most a thread waits before it asks whether the user has interrupted it.
+/// A thread that waits checks after so long at the latest whether the user has interrupted it.
 pub(crate) const SLICE: Duration = Duration::from_millis(50);
 
 struct Unpark(Thread);
@@ -25,7 +25,7 @@ pub(crate) fn parker() -> Waker {
     Waker::from(Arc::new(Unpark(std::thread::current())))
 }
 
-/// Polls until `end`, parked in between.
+/// Polls until the value is ready, or until `end` (`None`). The thread is parked between polls.
 pub(crate) fn poll_until<T>(end: Instant, mut poll: impl FnMut(&mut Context<'_>) -> Poll<T>) -> Option<T> {
     let waker = parker();
     loop {
@@ -39,10 +39,10 @@ pub(crate) fn poll_until<T>(end: Instant, mut poll: impl FnMut(&mut Context<'_>)
     }
 }
 
-/// Runs a future to its end, without the GIL. It is dropped where the user interrupts.
+/// Runs a future to its end, without the GIL. If a signal handler raises an exception, the future is dropped before its end.
 ///
 /// # Errors
-/// What a signal's handler raised: `KeyboardInterrupt`, say.
+/// The exception that a signal handler has raised, such as `KeyboardInterrupt`.
 pub(crate) fn block_on<F: Future<Output: Send> + Send>(py: Python<'_>, future: F) -> PyResult<F::Output> {
     let mut future = pin!(future);
     loop {

@@ -25,27 +25,28 @@ use crate::options::seconds;
 use crate::stream::HostStream;
 use crate::wait::{SLICE, poll_until};
 
-/// How long a thread works on an operation at first before it asks whether that is enqueued, and at most.
+/// `join` works on an operation for so long before it checks again whether it is enqueued: the first time, and the longest time (it doubles).
 const ASK: (Duration, Duration) = (Duration::from_micros(200), Duration::from_millis(1));
 
 enum State {
     Flying(Box<dyn Flight>),
-    /// A thread waits for it, and has it meanwhile.
+    /// A thread works on the operation, or records its end, and has taken the flight out of here meanwhile.
     Away,
-    /// A device's stream waits for it, in whose order the arrays are free: its result, and the point at which the stream has come to its end.
+    /// A device's stream waits for the operation, and the arrays are free in the order of that stream. The operation's result, and the event that
+    /// completes when the stream has reached the operation's end.
     Joined(Py<PyAny>, Event),
     Succeeded(Py<PyAny>),
     Failed(Error),
 }
 
-/// Who has asked to be told of an operation's end.
+/// The functions to be called when an operation is over.
 #[derive(Default)]
 struct Asked {
-    /// Functions of users', which may wait: the group's own thread calls them.
+    /// Users' functions, which may wait: a thread of the group's [`Callbacks`](crate::callbacks::Callbacks) calls them.
     callbacks: Vec<(Py<PyAny>, Py<Work>)>,
-    /// Functions of this package's, which never wait: whoever finds that it is over calls them.
+    /// This package's own functions, which never wait: the thread that records the operation's end calls them.
     wakers: Vec<(Py<PyAny>, Py<Work>)>,
-    /// It is over, and no callback is left for the group's thread.
+    /// Whether the operation is over and no callback is left for the group's thread to call.
     told: bool,
 }
 
@@ -58,19 +59,19 @@ fn call_all(py: Python<'_>, callbacks: Vec<(Py<PyAny>, Py<Work>)>) {
     }
 }
 
-/// An operation in flight, shared by its [`Work`] and by whoever is to be told of its end.
+/// An operation in flight, shared by its [`Work`], the keeper, and others that wait for its end.
 pub(crate) struct Flying {
     state: Mutex<State>,
     landed: Condvar,
-    /// Whether somebody is to be told of its end: then it must wake the keeper.
+    /// Whether somebody waits to be told of the operation's end: then the keeper must poll it, so that the engine wakes the keeper.
     watched: AtomicBool,
-    /// What is called with the work when it has ended, and the work.
+    /// The functions to be called at the operation's end, each with the `Work` that it gets.
     callbacks: Mutex<Asked>,
-    /// Where its callbacks belong.
+    /// The place of its callbacks among those of its group.
     place: Place,
-    /// What `wait` returns.
+    /// What `wait` will return, unless the engine gives the result; moved to `state` at the end.
     result: Mutex<Option<Py<PyAny>>>,
-    /// Of one on devices: the communicator, which knows how it ended after a stream was made to wait for it.
+    /// If an array is on a device: the communicator, which tells whether the operation failed after a stream was made to wait for it.
     comm: Option<SharedComm>,
 }
 
@@ -85,7 +86,7 @@ impl Operation for Flying {
         let waker = Waker::from(self.clone());
         let mut cx = Context::from_waker(&waker);
         let mut state = self.state.lock();
-        // Nobody waits for the lock, perhaps with the GIL, while the engine works.
+        // Take the flight out and drop the lock while the engine works: a thread that waits for the lock may hold the GIL.
         let flight = match std::mem::replace(&mut *state, State::Away) {
             State::Flying(flight) => Ok(flight),
             other => {
@@ -110,7 +111,7 @@ impl Operation for Flying {
             Some(landed) => self.land(py, landed),
             None => self.settle(py),
         });
-        // There is no interpreter any more.
+        // Still here only if the interpreter has ended: then its Python objects cannot be dropped.
         std::mem::forget(landed);
     }
 
@@ -138,7 +139,7 @@ impl Operation for Flying {
 }
 
 impl Flying {
-    /// Writes down how it ended, and tells those who asked.
+    /// Releases the arrays, records how the operation ended, and tells all who wait for its end.
     fn land(self: &Arc<Self>, py: Python<'_>, Landed { outcome, memory }: Landed) {
         for memory in memory {
             if outcome.is_ok() {
@@ -163,7 +164,7 @@ impl Flying {
         self.tell(py);
     }
 
-    /// Wakes those who asked to be told of its end, and has the group's thread call the callbacks.
+    /// Called once the end is recorded: wakes waiting threads, calls the wakers, and has the group's thread call the callbacks.
     fn tell(self: &Arc<Self>, py: Python<'_>) {
         self.landed.notify_all();
         let mut asked = self.callbacks.lock();
@@ -177,7 +178,7 @@ impl Flying {
         }
     }
 
-    /// Gives its arrays back in the order of a stream that waits for it, and has come to its end at this point.
+    /// Releases the arrays in the order of a stream that waits for the operation. `end` completes when the stream has reached the operation's end.
     fn land_in_order(self: &Arc<Self>, py: Python<'_>, landed: Landed, end: Event) {
         if landed.outcome.is_err() {
             return self.land(py, landed);
@@ -188,14 +189,14 @@ impl Flying {
         self.landed.notify_all();
     }
 
-    /// Of one that a stream waits for: if the stream has come to its end, writes down how it ended, and tells those who asked.
+    /// If a stream waits for the operation and has reached its end: records how it ended, and tells all who wait for that.
     fn settle(self: &Arc<Self>, py: Python<'_>) {
         let mut state = self.state.lock();
         let end = match &*state {
             State::Joined(_, end) if end.is_complete() => end.clone(),
             _ => return,
         };
-        // Streams go on where an operation has failed, too.
+        // A stream goes on after a failed operation as after any other: so ask the communicator whether it has failed.
         let failure = self.comm.as_ref().and_then(|comm| comm.check().err()).or_else(|| end.wait().err());
         let joined = std::mem::replace(&mut *state, State::Away);
         let unused = match (joined, failure) {
@@ -209,12 +210,12 @@ impl Flying {
             }
         };
         drop(state);
-        // Not under the lock: its end may run Python.
+        // Not under the lock, as dropping the result may run Python code.
         drop(unused);
         self.tell(py);
     }
 
-    /// Waits until it has ended, on a thread of a stream's, without the GIL.
+    /// Waits, without the GIL, until the operation's end is recorded. Runs on the thread of a host stream.
     pub(crate) fn wait_without_gil(&self) {
         let mut state = self.state.lock();
         while !matches!(&*state, State::Succeeded(_) | State::Failed(_)) {
@@ -222,20 +223,20 @@ impl Flying {
         }
     }
 
-    /// Waiting has replaced the keeper's waker by this thread's, so the keeper is asked to poll again, if somebody is to be told of the end.
+    /// Has the keeper poll the operation if somebody waits to be told of its end: a wait has replaced the keeper's waker by the waiting thread's.
     fn look_again_if_watched(self: &Arc<Self>) {
         if self.watched.load(Ordering::Acquire) && !self.is_over() {
             keeper::look_at(self.clone());
         }
     }
 
-    /// Whether a device runs it, and it is not yet on the device's stream.
+    /// Whether a device runs the operation, and not all of its work is on the devices' streams yet.
     fn is_to_be_enqueued(&self) -> bool {
         matches!(&*self.state.lock(), State::Flying(flight) if !flight.is_enqueued())
     }
 
-    /// Makes a device's stream wait for it, without the GIL; what it came to in the order of that stream, and the point at which the stream has come
-    /// to its end. `None`: no device runs it, it is over, or another thread waits for it.
+    /// Makes a device's stream wait for the operation; called without the GIL. Returns its result in the order of that stream, and an event that
+    /// completes when the stream has reached its end. `None`: no device runs it, it is over, a stream waits for it, or another thread has it.
     fn join_on_device(&self, stream: &DeviceStream) -> Option<(Landed, Result<Event, Error>)> {
         let mut state = self.state.lock();
         let flight = match std::mem::replace(&mut *state, State::Away) {
@@ -255,13 +256,13 @@ impl Flying {
         }
     }
 
-    /// A thread that had it has left it, not over.
+    /// Puts the flight back after a thread had it, as the operation is not over.
     fn put_back(&self, flight: Box<dyn Flight>) {
         *self.state.lock() = State::Flying(flight);
         self.landed.notify_all();
     }
 
-    /// Works on it for so long at most; what it came to, if it has ended now.
+    /// Works on the operation, or waits for it, for `most` at most. Returns its result if this thread has seen it end; the caller must `land` it.
     fn wait_slice(&self, most: Duration) -> Option<Landed> {
         let mut state = self.state.lock();
         match std::mem::replace(&mut *state, State::Away) {
@@ -296,15 +297,16 @@ impl Flying {
 
 /// An operation in flight. It runs whether or not anybody waits for it.
 ///
-/// `wait()`, or `await`, gives its result and raises its error. Its arrays must be neither read nor written before it is done.
+/// `wait()`, or `await`, returns its result or raises its error. Its arrays must be neither read nor written before it is done.
 #[pyclass(frozen, weakref, module = "allstream")]
 pub(crate) struct Work(pub(crate) Arc<Flying>);
 
 impl Work {
-    /// An operation that was submitted, what `wait` is to return, and where its callbacks belong. `comm`: of one on devices.
+    /// The `Work` of a submitted operation. `result`: what `wait` returns; `place`: that of its callbacks; `comm`: its communicator, if an array is
+    /// on a device.
     ///
     /// # Errors
-    /// It was refused.
+    /// The engine has refused the operation; its arrays are released.
     pub(crate) fn new(
         py: Python<'_>,
         flight: impl Flight + 'static,
@@ -330,7 +332,7 @@ impl Work {
         })))
     }
 
-    /// What it came to, if it is over.
+    /// The operation's result or error, if its end is recorded.
     fn outcome(&self, py: Python<'_>) -> Option<PyResult<Py<PyAny>>> {
         let error = match &*self.0.state.lock() {
             State::Succeeded(result) => return Some(Ok(result.clone_ref(py))),
@@ -340,7 +342,7 @@ impl Work {
         Some(Err(errors::of(py, &error)))
     }
 
-    /// Whether it is over, after a look.
+    /// Polls the operation once. Returns whether it is over.
     fn look(&self, py: Python<'_>) -> bool {
         match py.detach(|| self.0.wait_slice(Duration::ZERO)) {
             Some(landed) => self.0.land(py, landed),
@@ -388,12 +390,12 @@ impl Work {
         self.wait(py, None)
     }
 
-    /// Whether it is over: `wait` would return, or raise, at once.
+    /// Whether the operation is over: `wait` would return, or raise, at once.
     fn done(&self, py: Python<'_>) -> bool {
         self.0.is_over() || self.look(py)
     }
 
-    /// Why it failed; None where it has succeeded, or is not over.
+    /// The operation's error. None if it has succeeded, or is not over.
     fn exception(&self, py: Python<'_>) -> Option<Py<PyAny>> {
         if !self.done(py) {
             return None;
@@ -404,12 +406,12 @@ impl Work {
         }
     }
 
-    /// Calls `callback` with this work when it is over; at once, if it is. Else a thread of the group's calls it, which may wait, after the
-    /// callbacks of the group's earlier collectives.
+    /// Calls `callback` with this work when the operation is over; at once, if it is over already. Else a thread of the group calls it, after the
+    /// callbacks of the group's earlier collectives. The callback may wait.
     fn add_done_callback(slf: &Bound<'_, Self>, callback: Py<PyAny>) -> PyResult<()> {
         let (py, flying) = (slf.py(), &slf.get().0);
         let mut asked = flying.callbacks.lock();
-        // Of one that is over, and whose callbacks wait for their turn, this one waits, too.
+        // If the operation is over, but earlier callbacks of it still wait to be called, this callback waits behind them.
         if asked.told || asked.callbacks.is_empty() && flying.is_over() {
             drop(asked);
             call_all(py, vec![(callback, slf.clone().unbind())]);
@@ -424,7 +426,7 @@ impl Work {
         Ok(())
     }
 
-    /// As `add_done_callback`, of a function of this package's that never waits.
+    /// As `add_done_callback`, for a function of this package that never waits: the thread that records the end calls it.
     fn _tell(slf: &Bound<'_, Self>, waker: Py<PyAny>) {
         let flying = &slf.get().0;
         let mut asked = flying.callbacks.lock();
@@ -437,7 +439,8 @@ impl Work {
         flying.clone().watch();
     }
 
-    /// What is put on `stream` from here on starts after this operation; the caller does not wait.
+    /// Makes all that is put on `stream` later start only after this operation; the caller does not wait. But for a stream of a device the caller
+    /// waits if no device runs the operation, or if another such stream waits for it already.
     fn join(&self, stream: &Bound<'_, PyAny>) -> PyResult<()> {
         let py = stream.py();
         if let Ok(stream) = stream.cast::<HostStream>() {
@@ -447,8 +450,8 @@ impl Work {
             return Ok(());
         }
         let stream = stream_of_others(stream, "join")?;
-        // Other libraries make more streams wait for this one, of which the engine does not know. They must not wait for what is not on the device
-        // yet: one of them may share a queue of the device with the stream that it is to be put on.
+        // Other libraries may make further streams, unknown to the engine, wait for `stream`. None of them may wait for work that is not on its
+        // device's stream yet: if both streams share a hardware queue, the waiting one would block the work for which it waits.
         let (mut slice, mut looked) = (ASK.0, Instant::now());
         while self.0.is_to_be_enqueued() {
             match py.detach(|| self.0.wait_slice(slice)) {
@@ -464,7 +467,8 @@ impl Work {
             }
         }
         let Some((landed, end)) = py.detach(|| self.0.join_on_device(&stream)) else {
-            // No device runs it, or another stream waits for it already: a second one could hold that up where both share a queue of the device.
+            // No device runs the operation, it is over, or another stream waits for it already. A second one is not made to wait: it could block the
+            // first if both share a hardware queue.
             return self.wait(py, None).map(drop);
         };
         match end {
@@ -472,7 +476,7 @@ impl Work {
             Err(error) => self.0.land(py, Landed { outcome: landed.outcome.and(Err(error)), ..landed }),
         }
         self.0.look_again_if_watched();
-        // Why it was refused, if it was.
+        // Raises the operation's error, if it has failed already.
         self.outcome(py).map_or(Ok(()), |outcome| outcome.map(drop))
     }
 

@@ -1,6 +1,6 @@
-"""Arrays on the devices of the CUDA driver for tests (tests/cuda-driver), given away by DLPack as a library for CUDA gives its own.
+"""Arrays on the devices of the CUDA driver for tests (tests/cuda-driver). They are exported by DLPack, as a CUDA library exports its own.
 
-The tests' processes import this. It uses the driver that `ALLSTREAM_CUDA_LIBRARY` names, which the engine uses, too.
+The tests' processes import this module. It uses the driver that `ALLSTREAM_CUDA_LIBRARY` names, as the engine does.
 """
 
 import ctypes
@@ -16,7 +16,7 @@ _driver = ctypes.CDLL(os.environ["ALLSTREAM_CUDA_LIBRARY"])
 
 
 def cuda(name, *args):
-    """Calls the driver."""
+    """Calls a function of the driver, and asserts that it succeeds."""
     code = getattr(_driver, name)(*args)
     assert code == 0, f"{name} answered {code}"
 
@@ -25,7 +25,7 @@ _contexts = {}
 
 
 def enter(device):
-    """Makes the primary context of a device this thread's."""
+    """Makes the primary context of a device current on this thread."""
     if device not in _contexts:
         cuda("cuInit", 0)
         context = c_void_p()
@@ -35,7 +35,7 @@ def enter(device):
 
 
 class Stream:
-    """A stream, with the attributes that torch's have."""
+    """A CUDA stream, with the attributes of a stream of torch's."""
 
     def __init__(self, device=0):
         enter(device)
@@ -48,14 +48,14 @@ class Stream:
         cuda("cuStreamSynchronize", c_void_p(self.cuda_stream))
 
     def launch(self, function):
-        """Runs a function of the host's in the stream's order."""
+        """Runs a Python function on the host, in the stream's order."""
         made = ctypes.CFUNCTYPE(None, c_void_p)(lambda _: function())
         _alive.append(made)
         enter(self.device_index)
         cuda("cuLaunchHostFunc", c_void_p(self.cuda_stream), made, None)
 
     def wait_for(self, other):
-        """What is put here from now on comes after what the other has now."""
+        """Whatever is put on this stream from now on runs after what is on `other` now."""
         enter(self.device_index)
         event = c_void_p()
         cuda("cuEventCreate", byref(event), 2)
@@ -64,7 +64,7 @@ class Stream:
 
 
 class _OfConsumer(Stream):
-    """A stream that is known by its handle."""
+    """An existing stream of a consumer of DLPack, known by its handle."""
 
     def __init__(self, handle, device):
         self.cuda_stream, self.device_index = handle, device
@@ -92,13 +92,13 @@ class _Managed(ctypes.Structure):
 
 
 _alive = []
-# What consumers have, by its address, and how often a deleter was called.
+# `_given`: the tensors that consumers hold, by address. `deleted`: how often a deleter was called. `_numbers` is not used.
 _given, _numbers = {}, itertools.count()
 deleted = 0
 
 
 def on_delete():
-    """What a test wants to be told of."""
+    """Called by each deleter; a test may replace it."""
 
 
 @ctypes.CFUNCTYPE(None, c_void_p)
@@ -110,7 +110,7 @@ def _delete(at):
 
 
 def all_came_back(count, deadline=20):
-    """Waits until so many tensors were given back, and none is still away."""
+    """Waits until consumers have given back `count` tensors in all, and hold none."""
     end = time.monotonic() + deadline
     while (deleted, len(_given)) != (count, 0):
         assert time.monotonic() < end, f"{deleted} of {count} tensors were given back, and {len(_given)} are away"
@@ -118,7 +118,7 @@ def all_came_back(count, deadline=20):
 
 
 class Array:
-    """Numbers on a device. Work on `stream`, if there is one, comes before what a consumer does."""
+    """An array on a device. If it has a `stream`, a consumer's work runs after the work that is on that stream."""
 
     def __init__(self, values, device=0, stream=None, pool=False, room=1):
         values = numpy.ascontiguousarray(values)
@@ -127,21 +127,21 @@ class Array:
         self.device_type = CUDA
         enter(device)
         at = c_uint64()
-        # Of the driver's own pool (`cudaMallocAsync`), or what `cudaMalloc` gives.
+        # Memory of the driver's own pool, as of `cudaMallocAsync`, or memory as of `cudaMalloc`.
         size = c_size_t(max(values.nbytes, room))
         cuda("cuMemAllocAsync", byref(at), size, c_void_p()) if pool else cuda("cuMemAlloc_v2", byref(at), size)
         self.at = at.value
         cuda("cuMemcpyHtoD_v2", c_uint64(self.at), c_void_p(values.ctypes.data), c_size_t(values.nbytes))
 
     def put(self, values):
-        """New numbers, in the order of its stream."""
+        """Copies new values into the array, in the order of its stream."""
         values = numpy.ascontiguousarray(values)
         _alive.append(values)
         enter(self.device)
         cuda("cuMemcpyHtoDAsync_v2", c_uint64(self.at), c_void_p(values.ctypes.data), c_size_t(values.nbytes), c_void_p(self.stream.cuda_stream))
 
     def get(self, stream=None):
-        """Its numbers, in the order of a stream, or now."""
+        """Returns the values: in the order of `stream`, or at once if there is none."""
         values = numpy.empty(self.shape, self.dtype)
         enter(self.device)
         about = (c_void_p(values.ctypes.data), c_uint64(self.at), c_size_t(values.nbytes))

@@ -14,14 +14,14 @@ DEADLINE = 60
 
 
 def ranks(size, function):
-    """Runs `function(comm)` on `size` ranks, a thread for each, and returns what they return; an exception is returned, too."""
+    """Runs `function(comm)` on `size` ranks, a thread for each. Returns their results by rank; what a rank raises is its result."""
     comms = allstream.local(size)
     results = [None] * size
 
     def run(comm):
         try:
             results[comm.rank] = function(comm)
-        except BaseException as raised:  # noqa: BLE001: it is the test's to look at.
+        except BaseException as raised:  # noqa: BLE001: the test looks at it.
             results[comm.rank] = raised
 
     threads = [threading.Thread(target=run, args=(comm,), daemon=True) for comm in comms]
@@ -37,7 +37,7 @@ class Processes:
     """Processes that are ranks: `self.processes`, by rank."""
 
     def outputs(self, timeout=DEADLINE):
-        """What each rank has printed, when all have ended; fails where one has failed."""
+        """Waits until all ranks have ended, and returns what each has printed. Fails if a rank has failed."""
         texts = []
         for rank, (code, out, err) in enumerate(self.ends(timeout)):
             assert code == 0, f"rank {rank} ended with {code}:\n{out}\n{err}"
@@ -45,7 +45,7 @@ class Processes:
         return texts
 
     def ends(self, timeout=DEADLINE):
-        """How each rank has ended: its code, what it printed, and its errors."""
+        """Waits until all ranks have ended, and returns the exit code, stdout and stderr of each."""
         ends = []
         try:
             for process in self.processes:
@@ -56,7 +56,7 @@ class Processes:
         return ends
 
     def kill(self):
-        """Ends those that still run."""
+        """Kills the processes that still run."""
         for process in self.processes:
             if process.poll() is None:
                 process.kill()

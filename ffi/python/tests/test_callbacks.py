@@ -1,4 +1,4 @@
-"""What is called when an operation is over may wait for anything, and comes in the order of the operations."""
+"""Callbacks of operations may wait for anything, and are called in the order of the operations."""
 
 import threading
 
@@ -21,7 +21,7 @@ def test_a_callback_may_wait_for_what_it_calls_however_deep():
                 return
             inner, told = comm.all_reduce(numpy.full(3, sums[-1])), threading.Event()
             inner.add_done_callback(lambda work: (again(work), told.set()))
-            # As the future of torch's that such a hook waits for.
+            # As a communication hook of torch waits for a future.
             assert told.wait(DEADLINE)
 
         comm.all_reduce(numpy.ones(3)).add_done_callback(again)
@@ -36,7 +36,7 @@ def test_callbacks_come_in_the_order_of_the_operations_and_not_of_their_ends():
     order, done = [], threading.Event()
     large, small = numpy.ones(300_000), numpy.ones(1)
     works = [first.all_reduce(array) for array in (large, small)]
-    # They are asked for in the other order.
+    # The callbacks are added in the opposite order.
     works[1].add_done_callback(lambda _: (order.append("second"), done.set()))
     works[0].add_done_callback(lambda _: order.append("first"))
     ended = [second.all_reduce(numpy.ones(array.shape)) for array in (large, small)]
@@ -94,5 +94,5 @@ def test_a_process_ends_while_a_callback_waits(job):
         comm.all_reduce(numpy.ones(4)).add_done_callback(then)
         """,
     ).ends()
-    # Leaving fails what the other rank has not called: then the callback's own wait raises. No process hangs or dies of a signal.
+    # When a rank leaves, the operations that only the other rank has called fail, and the wait in its callback raises. No process may hang or be killed.
     assert [code for code, _, _ in outputs] == [0, 0], outputs

@@ -1,4 +1,4 @@
-"""Arrays on CUDA devices: those of the driver for tests, by DLPack. torch's own and cupy's take the same way where there is a GPU."""
+"""Arrays on the devices of the CUDA driver for tests, passed by DLPack. With a GPU, arrays of torch and cupy take the same path."""
 
 import os
 import subprocess
@@ -36,7 +36,7 @@ SUM = values(0) + values(1)
 
 @pytest.fixture
 def devices(job):
-    """Runs a program in a process, or two, with two devices; what each has printed."""
+    """Runs a program in `size` processes that have two devices, and returns what each has printed."""
 
     def run(program, size=1, env=None):
         about = {"ALLSTREAM_CUDA_LIBRARY": DRIVER, "ALLSTREAM_NCCL_LIBRARY": NCCL, "ALLSTREAM_TEST_CUDA_DEVICES": "2", **(env or {})}
@@ -344,7 +344,7 @@ def test_without_a_driver_the_error_says_what_was_looked_for(job):
         except allstream.Invalid as error:
             print(error)
         """,
-        # cargo puts the folder of the driver for tests on the search path.
+        # Under cargo the library search path has the folder of the driver for tests, which must not be found.
         env={"ALLSTREAM_CUDA_LIBRARY": "/nowhere/libcuda.so", "LD_LIBRARY_PATH": ""},
     ).outputs()
     assert "it is on CUDA device 0" in texts[0] and "/nowhere/libcuda.so" in texts[0], texts
@@ -409,7 +409,7 @@ def test_a_second_stream_and_the_host_wait_for_what_a_first_one_waits_for(device
 
 
 def test_a_deleter_that_wants_the_lock_of_python_holds_up_no_device(devices):
-    """Deleters run on a thread of the package's, never on the one that tells of the ends of work on devices."""
+    """Deleters run on the package's own thread, never on the thread that reports when work on devices has ended."""
     devices(
         """
         names = set()

@@ -1,4 +1,4 @@
-"""Whatever fails, every rank that lives hears of it within the deadline, by an exception that names the rank."""
+"""After any failure, every live rank gets an exception within the deadline, and the exception names the rank that failed."""
 
 import os
 import signal
@@ -138,7 +138,7 @@ def test_workers_of_multiprocessing_beside_a_live_group(job):
 
 
 def test_a_rank_that_holds_the_gil_does_not_hold_up_the_others(job):
-    """What it has called goes on, on threads that do not need the GIL."""
+    """The operations that this rank has called go on, on threads that do not need the GIL."""
     outputs = job(
         2,
         """
@@ -162,7 +162,7 @@ def test_a_rank_that_holds_the_gil_does_not_hold_up_the_others(job):
         """,
     ).outputs()
     held, slept = (float(word) for word in outputs[0].split())
-    # Rank 0's own wait: far below the 0.1 s for which rank 1 was busy, either way.
+    # How long rank 0 waited: far below the 0.1 s for which rank 1 held the GIL, or slept.
     assert held < 0.05 and slept < 0.05, (held, slept)
 
 

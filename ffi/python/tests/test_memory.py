@@ -1,5 +1,5 @@
-"""Memory that is only read may be read-only, and is not written to, not even with what it holds; and operations on the same memory wait for
-each other."""
+"""Memory that an operation only reads may be read-only: it is never written, not even with its own values. Operations on the same memory wait
+for each other."""
 
 import threading
 
@@ -10,7 +10,7 @@ from helpers import DEADLINE, ranks
 import allstream
 from allstream import _native, errors
 
-# The system ends a process that writes to such memory.
+# The arrays of `protected` are in memory that is mapped read-only: the system kills a process that writes there.
 PROTECTED = """
 import mmap, tempfile
 
@@ -71,7 +71,7 @@ comm.close()
 
 def test_a_tensor_of_another_library_that_says_it_is_read_only():
     class Other:
-        """Gives its memory by a capsule alone."""
+        """Offers its memory by DLPack only, not by the buffer protocol."""
 
         def __init__(self, array):
             self.array = array
@@ -97,7 +97,7 @@ def test_a_tensor_of_another_library_that_says_it_is_read_only():
 def test_a_second_operation_on_the_same_memory_starts_after_the_first():
     def step(comm):
         array = numpy.ones(50_000)
-        # Of each only the last work is kept, and of one none at all.
+        # All these operations use the memory of `array`, and nobody waits before the last. One work is dropped at once.
         works = [comm.all_reduce(array) for _ in range(3)]
         comm.all_reduce(array[10:20])
         gathered = comm.all_gather(array, out=numpy.empty(100_000))

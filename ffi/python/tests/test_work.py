@@ -1,4 +1,4 @@
-"""What a `Work` does: waits, is awaited, tells, lets go, and never keeps an array longer than its operation."""
+"""What a `Work` does: `wait`, `await`, callbacks, streams; and it keeps an array exactly as long as its operation runs."""
 
 import asyncio
 import gc
@@ -18,7 +18,7 @@ from allstream import _native
 
 
 class Array(numpy.ndarray):
-    """An array whose end can be seen."""
+    """Arrays of the tests' own class; tests watch by weak references when they are freed."""
 
 
 def seen(count=1000):
@@ -119,7 +119,7 @@ def test_arrays_are_let_go_when_the_operation_ends():
     work.wait(DEADLINE)
     del work, array
     assert there[0]() is None, "its waiter gives it back"
-    # Nobody waits for the other one: a thread of allstream's gives the array back.
+    # Nobody waits for the other work: a thread of allstream's releases its array.
     del dropped, other
     until(lambda: there[1]() is None)
     until(lambda: _native._in_flight() == 0)
@@ -179,14 +179,14 @@ def test_ctrl_c_is_heard(job):
     first.send_signal(signal.SIGINT)
     word, heard = first.stdout.readline().split()
     assert word == "heard"
-    # One clock for all processes. The bar is 0.1 s; what is asserted leaves room for a machine that is busy.
+    # Both processes read the same clock. The aim is 0.1 s; the assertion allows for a busy machine.
     assert float(heard) - sent < 2
     assert first.stdout.readline() == "False\n"
     made.outputs()
 
 
 def test_what_runs_on_other_threads_ends_before_the_interpreter_does(job):
-    # Python ends threads that want the GIL after its own end, and with them the process.
+    # A thread that asks for the GIL after the interpreter has ended is ended by Python, which may end the whole process.
     outputs = job(
         2,
         """

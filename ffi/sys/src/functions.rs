@@ -2,14 +2,14 @@
 
 /// Makes a `Table` of addresses, and a method of the library's type for each row `name(arguments) -> output = "symbol";`.
 ///
-/// The library's function takes a pointer to room for the output first, where there is one, then the arguments. `(a: A, b: B)` among these are
-/// two arguments of the function that the method takes as one tuple. A block of rows names the method of the library's type that makes a
-/// `Result` of an answer. A library without a `required` function does not load. For an `optional` one, the name after the slash is of a method
-/// that says whether the library has it; where it has not, a call fails with the error that `lacks` makes.
+/// If a row has an output, the library's function takes a pointer to room for the output first, then the row's arguments. `(a: A, b: B)` among
+/// these stands for two arguments of the function, which the method takes as one tuple. Each block of rows names a method of the library's
+/// type, such as `check`, that turns an answer into a `Result`. A library without a `required` function does not load. The row of an `optional`
+/// function names, after a slash, a method that says whether the library has the function; without it a call fails with the error of `lacks`.
 ///
-/// A function that answers something else than the library's code has a row `name(arguments) => answer = "symbol";`: the block's method of the
-/// library's type is given that answer, and makes the `Result` of it. Where functions have versions, as those of libibverbs do,
-/// `@ "version"` behind the symbol says which is meant.
+/// A function that does not answer with the library's result code has a row `name(arguments) => answer = "symbol";`: the block's method
+/// turns that answer into a `Result`. Where symbols have versions, as those of libibverbs do, `@ "version"` behind the symbol says which
+/// version is looked up.
 macro_rules! functions {
     (
         $library:ident answers $code:ident, fails with $error:ident, is called: $safety:literal;
@@ -18,7 +18,7 @@ macro_rules! functions {
             $($(#[$odoc:meta])* $oname:ident / $has:ident $oarguments:tt $(-> $oout:ty)? $(=> $oanswer:ty)? = $osymbol:literal $(@ $oversion:literal)?;)*
         })?
     ) => {
-        /// Addresses, looked up once.
+        /// The addresses of the functions, looked up once.
         pub(super) struct Table {
             $($(pub(super) $name: functions!(@pointer $code $arguments $(-> $out)? $(=> $answer)?),)*)*
             $($($oname: Option<functions!(@pointer $code $oarguments $(-> $oout)? $(=> $oanswer)?)>,)*)?
@@ -58,7 +58,7 @@ macro_rules! functions {
     (@find $library:ident, $symbol:literal @ $version:literal) => {
         $library.function_of_version($symbol, $version, concat!($symbol, "@", $version))
     };
-    // `()` matches as one argument that is empty: arguments that may be empty and may be none would match it in two ways.
+    // `()` matches as one empty argument. The repetition is `+`, as with `*` the parser could also read `()` as no argument, which is ambiguous.
     (@pointer $code:ident ($($(($($part:ident: $kind:ty),*))? $($argument:ident: $type:ty)?),+) $(-> $out:ty)?) => {
         unsafe extern "C" fn($(*mut $out,)? $($($($kind,)*)? $($type,)?)+) -> $code
     };
@@ -88,7 +88,7 @@ macro_rules! functions {
             // SAFETY: the caller keeps the library's contract for the arguments; `out` is room for the output.
             let code = unsafe { function($(out.as_mut_ptr() as *mut $out,)? $($($($part,)*)? $($argument,)?)+) };
             $self.$check($symbol, code)?;
-            // SAFETY: numbers, addresses and arrays of bytes, for all of which zero is a value.
+            // SAFETY: `out` was zeroed, and outputs are numbers, addresses and arrays of bytes, for all of which zero is a value.
             Ok(unsafe { out.assume_init() })
         }
     };

@@ -1,7 +1,7 @@
 //! The foreign libraries of allstream, loaded at run time and never linked.
 //!
-//! A program that uses this crate builds and starts where none of them is installed. What is missing is a value
-//! ([`Unavailable`]) that says which file was looked for; nothing here panics.
+//! A program that uses this crate builds and starts where none of them is installed. A missing library is no panic but an
+//! error value ([`Unavailable`]) that says which files were looked for.
 //!
 //! ```
 //! match allstream_sys::cuda::Cuda::get() {

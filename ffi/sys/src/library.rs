@@ -6,12 +6,12 @@ use std::ptr::NonNull;
 
 use crate::cuda::CudaError;
 
-/// A file that was tried, and what the system said.
+/// A file that was tried, and why it could not be used.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Attempt {
     /// The name or path, as it was given to the loader.
     pub file: String,
-    /// The loader's words.
+    /// What was wrong, mostly in the loader's words, without the file's name.
     pub problem: String,
 }
 
@@ -19,9 +19,9 @@ pub struct Attempt {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Unavailable {
-    /// None of the files could be opened.
+    /// None of the files could be opened; or, of several that were tried, used.
     NotFound {
-        /// Those that were tried, in order.
+        /// The files that were tried, in order.
         tried: Vec<Attempt>,
     },
     /// A file was opened, and lacks a function that this crate needs.
@@ -31,16 +31,16 @@ pub enum Unavailable {
         /// The function.
         symbol: &'static str,
     },
-    /// The library is there, and too old.
+    /// The library is there, but is too old.
     Version {
         /// The file.
         file: String,
         /// Its version.
         found: String,
-        /// The oldest that will do.
+        /// The oldest version that can be used.
         needed: &'static str,
     },
-    /// The library is there, and says that it does not work.
+    /// The library is there, but its initialisation failed.
     Init {
         /// The file.
         file: String,
@@ -73,10 +73,10 @@ impl fmt::Display for Unavailable {
 
 impl std::error::Error for Unavailable {}
 
-/// An open library. It is never closed: functions of it may be called until the process ends.
+/// An open library. It is never closed, so its functions may be called until the process ends.
 pub(crate) struct Library {
     handle: NonNull<c_void>,
-    /// As the loader was given it, until [`locate`](Library::locate) finds out where it is.
+    /// The name that the loader was given; after [`locate`](Library::locate), the path at which the loader found the file.
     pub(crate) file: String,
 }
 
@@ -104,14 +104,14 @@ pub(crate) fn named_by(variable: &str) -> Option<String> {
 
 /// Whether a library of this name is loaded in this process, by whomever.
 pub(crate) fn is_loaded(name: &CStr) -> bool {
-    // SAFETY: `name` ends in a null byte; with this flag nothing is loaded that was not.
+    // SAFETY: `name` ends in a null byte; with `RTLD_NOLOAD` the call loads no library.
     let handle = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_NOLOAD) };
-    // SAFETY: of the call above, which has counted one user more of a library that others have loaded.
+    // SAFETY: the handle is from the call above, which has added a reference to a library that is loaded; this takes that one back.
     !handle.is_null() && unsafe { libc::dlclose(handle) } == 0
 }
 
 impl Attempt {
-    /// The file is named once, whoever tells of it.
+    /// Drops the file's name from the front of `problem`, so that messages do not name the file twice.
     pub(crate) fn new(file: &str, problem: &str) -> Attempt {
         let rest = problem.strip_prefix(file).map(|rest| rest.trim_start_matches([':', ' ']));
         Attempt { file: file.to_owned(), problem: rest.unwrap_or(problem).to_owned() }
@@ -121,8 +121,8 @@ impl Attempt {
 impl Library {
     /// Opens the first of these files that can be opened.
     ///
-    /// Opening a library runs its initialisers. That is the one thing that is trusted here: a file that is called
-    /// `libcuda.so.1` on the loader's path, or that the environment names, is the CUDA driver or stands in for it.
+    /// Opening a library runs its initialisers, so the file has to be trusted: one that is called `libcuda.so.1` on the
+    /// loader's path, or that the environment names, is taken for the CUDA driver or a stand-in.
     pub(crate) fn open(files: &[String]) -> Result<Library, Unavailable> {
         let mut tried = Vec::new();
         for file in files {
@@ -140,14 +140,14 @@ impl Library {
         Err(Unavailable::NotFound { tried })
     }
 
-    /// Finds out in which file the loader has found this function of the library's, for people: a name such as `libnccl.so.2` does not
-    /// say which of several it is.
+    /// Sets `file` to the path of the file in which the loader found this function of the library. It is shown to people: a name such
+    /// as `libnccl.so.2` does not say which of several files was loaded.
     pub(crate) fn locate(&mut self, symbol: &str) {
         let Some(address) = self.symbol(symbol) else { return };
         let mut found = std::mem::MaybeUninit::<libc::Dl_info>::zeroed();
         // SAFETY: any address may be asked for; `found` is room for the answer.
         let is_known = unsafe { libc::dladdr(address.as_ptr(), found.as_mut_ptr()) } != 0;
-        // SAFETY: addresses alone, for which zero is a value.
+        // SAFETY: `found` was zeroed, and has only addresses, for which zero is a value.
         let name = unsafe { found.assume_init() }.dli_fname;
         if is_known && !name.is_null() {
             // SAFETY: not null, so the loader's own string, which ends in a null byte and stays as long as the library is loaded.
@@ -161,7 +161,7 @@ impl Library {
         NonNull::new(unsafe { libc::dlsym(self.handle.as_ptr(), name.as_ptr()) })
     }
 
-    /// The same in a version of it, where the library has versions and the loader knows of them.
+    /// A symbol in one of its versions, for a loader (glibc's) that knows versions of symbols.
     #[cfg(target_env = "gnu")]
     fn symbol_of_version(&self, symbol: &str, version: &str) -> Option<NonNull<c_void>> {
         let (name, version) = (CString::new(symbol).ok()?, CString::new(version).ok()?);
@@ -169,7 +169,7 @@ impl Library {
         NonNull::new(unsafe { libc::dlvsym(self.handle.as_ptr(), name.as_ptr(), version.as_ptr()) })
     }
 
-    /// Another C library's loader takes what the library says is its newest.
+    /// The symbol in the version that the library calls its default: other C libraries' loaders cannot be asked for another.
     #[cfg(not(target_env = "gnu"))]
     fn symbol_of_version(&self, symbol: &str, _version: &str) -> Option<NonNull<c_void>> {
         self.symbol(symbol)
@@ -187,10 +187,10 @@ impl Library {
         unsafe { self.at(self.symbol(symbol), symbol) }
     }
 
-    /// The same in a version of it. An error calls it `name`.
+    /// As [`function`](Library::function), for one version of a symbol. An error calls the function `name`.
     ///
     /// # Safety
-    /// As above, of that version.
+    /// As for [`function`](Library::function), for that version.
     ///
     /// # Errors
     /// The library has no such function in that version.
@@ -204,7 +204,7 @@ impl Library {
         unsafe { self.at(self.symbol_of_version(symbol, version), name) }
     }
 
-    /// What is at an address where the loader has found a function.
+    /// The function at an address that the loader has found, as a function pointer of type `F`.
     ///
     /// # Safety
     /// The function there, if one was found, is of the type `F`, an `unsafe extern "C" fn`.

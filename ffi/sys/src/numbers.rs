@@ -1,6 +1,6 @@
 //! Numbers of a library's header, with their names there. They are no enums: a newer library may know more of them than this crate.
 
-/// Makes a type for each kind of number: a constant for each value, its name, and how it is shown.
+/// Makes a type for each kind of number, with a constant for each value, the method `name`, and `Debug`, which shows name and number.
 macro_rules! numbers {
     ($($(#[$doc:meta])* $type:ident($of:ty) { $($value:literal $name:ident $symbol:ident;)* })*) => {$(
         $(#[$doc])*
@@ -13,7 +13,7 @@ macro_rules! numbers {
 
             /// All numbers of this kind that this crate knows, with their names in the header.
             #[cfg(test)]
-            #[allow(dead_code)] // for those whose numbers are held to a header
+            #[allow(dead_code)] // only some kinds are compared with a header
             pub(super) const NAMED: &'static [(&'static str, i64)] = &[$((stringify!($symbol), $value as i64)),*];
 
             /// The name in the library's header, if this crate knows the number.

@@ -1,8 +1,8 @@
-//! NVIDIA's own NCCL, as pip installs it, also on a machine without a GPU: it loads, tells its version, makes ids, and where there is no GPU it
-//! says so.
+//! Tests with NVIDIA's own NCCL, as pip installs it. They run without a GPU, too: the library loads, tells its version and makes ids, and
+//! without a GPU it says what is missing.
 //!
-//! The file is the one that `ALLSTREAM_TEST_REAL_NCCL` names, or that of the environment in which `cargo xtask test --full` has torch. Where
-//! there is none, the tests are skipped.
+//! The library's file is the one that `ALLSTREAM_TEST_REAL_NCCL` names, or else that of the Python environment in which
+//! `cargo xtask test --full` has torch. If there is none, the tests are skipped.
 
 use std::ffi::c_int;
 use std::io::Write;
@@ -18,7 +18,7 @@ const DEADLINE: Duration = Duration::from_secs(60);
 const CHILD: &str = "ALLSTREAM_TEST_NCCL_CHILD";
 const NAMED: &str = "ALLSTREAM_TEST_REAL_NCCL";
 
-/// An NCCL of NVIDIA's, if there is one.
+/// The file of NVIDIA's NCCL, if there is one.
 fn real() -> Option<PathBuf> {
     if let Some(named) = std::env::var_os(NAMED) {
         return Some(named.into());
@@ -30,8 +30,8 @@ fn real() -> Option<PathBuf> {
         .find(|file| file.is_file())
 }
 
-/// Runs the test of this name in a process of its own, with an environment of Python of which pip's NCCL is a part; in that process, runs
-/// `body`. A process has one NCCL, and a broken one may end it.
+/// Runs the test of this name again in a process of its own, in a Python environment that has pip's NCCL; there, this function runs `body`.
+/// The process is needed because a process loads only one NCCL, and a broken NCCL may end the process.
 fn in_environment(test: &str, body: impl FnOnce() + Send + 'static) {
     if std::env::var(CHILD).as_deref() == Ok(test) {
         let (done, ended) = mpsc::channel();
@@ -56,7 +56,7 @@ fn in_environment(test: &str, body: impl FnOnce() + Send + 'static) {
     std::os::unix::fs::symlink(file.parent().unwrap(), folder.join("lib")).unwrap();
     let mut again = Command::new(std::env::current_exe().unwrap());
     again.args([test, "--exact", "--nocapture"]).env(CHILD, test).stdin(Stdio::null());
-    // Cargo lets libraries be found where the driver for tests lies.
+    // Cargo puts the folder with the CUDA driver for tests into `LD_LIBRARY_PATH`.
     for name in ["ALLSTREAM_NCCL_LIBRARY", "CONDA_PREFIX", "LD_LIBRARY_PATH"] {
         again.env_remove(name);
     }
@@ -77,7 +77,7 @@ fn pip_s_nccl_is_found_and_makes_ids() {
     });
 }
 
-/// How an init ends, which goes on behind the call: the communicator is aborted where it did not come to be.
+/// Makes a communicator, waits until that has succeeded or failed, aborts the communicator in either case, and returns how it ended.
 fn init(nccl: &Nccl, rank: c_int, size: c_int) -> Result<(), NcclError> {
     let id = nccl.unique_id()?;
     let comm = nccl.init(size, &id, rank)?;

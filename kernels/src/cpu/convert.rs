@@ -1,5 +1,5 @@
-//! The small floats to `f32` and back, without branches, so that a loop over them
-//! vectorises. `f16` and `bf16`: bit for bit what the `half` crate does.
+//! Converts the small floats to `f32` and back, without branches, so that a loop over them
+//! vectorises. For `f16` and `bf16` the bits are those that the `half` crate gives.
 
 /// Widens an `f16`; exact. A NaN becomes quiet and keeps the rest of its payload.
 #[inline(always)]
@@ -7,10 +7,11 @@ pub(super) const fn f16_to_f32(h: u16) -> f32 {
     let h = h as u32;
     let sign = (h & 0x8000) << 16;
     let magnitude = (h & 0x7FFF) << 13;
-    // Rebias the exponent; infinity and NaN go up once more, to the top exponent.
+    // Rebias the exponent; for infinity and NaN once more, up to the top exponent.
     let normal = magnitude + ((127 - 15) << 23);
     let special = (normal + ((128 - 16) << 23)) | quiet(magnitude);
-    // A subnormal is its mantissa under the exponent of the smallest normal, less that.
+    // For a subnormal, put the mantissa under the exponent of the smallest normal number,
+    // then subtract that number.
     let smallest = f32::from_bits(113 << 23);
     let subnormal = (f32::from_bits(magnitude + (113 << 23)) - smallest).to_bits();
     let wide = if magnitude >= 0x7C00 << 13 {
@@ -23,7 +24,7 @@ pub(super) const fn f16_to_f32(h: u16) -> f32 {
     f32::from_bits(sign | wide)
 }
 
-/// The quiet bit of an `f32`, if the `f16` whose magnitude was shifted here is a NaN.
+/// The quiet bit of an `f32` if the `f16` is a NaN whose shifted magnitude this is; else 0.
 #[inline(always)]
 const fn quiet(magnitude: u32) -> u32 {
     if magnitude > 0x7C00 << 13 { 1 << 22 } else { 0 }
@@ -35,10 +36,12 @@ pub(super) fn f32_to_f16(x: f32) -> u16 {
     let bits = x.to_bits();
     let sign = (bits >> 16) & 0x8000;
     let magnitude = bits & 0x7FFF_FFFF;
-    // Rebias, and let half of the last place, less one when that is even, carry.
+    // Rebias, and round: add half of the last place, less one if the last place is even, so
+    // that the carry rounds to nearest even.
     let odd = (magnitude >> 13) & 1;
     let normal = magnitude.wrapping_sub((127 - 15) << 23).wrapping_add(0x0FFF + odd) >> 13;
-    // 0.5's last place is the unit of an f16 subnormal, so this addition rounds to it.
+    // The last place of 0.5 in `f32` is the unit of `f16` subnormals, so adding 0.5 rounds
+    // to that unit.
     let subnormal = (f32::from_bits(magnitude) + 0.5).to_bits().wrapping_sub(0x3F00_0000);
     let nan = 0x7E00 | ((magnitude >> 13) & 0x03FF);
     let narrow = if magnitude > 0x7F80_0000 {
@@ -77,7 +80,7 @@ pub(crate) const fn e4m3_to_f32(h: u8) -> f32 {
     let h = h as u32;
     let sign = (h & 0x80) << 24;
     let magnitude = (h & 0x7F) << 20;
-    // As for `f16`, but that only the last magnitude is special.
+    // As for `f16`, except that only the greatest magnitude is special: it is NaN.
     let normal = magnitude + ((127 - 7) << 23);
     let smallest = f32::from_bits(121 << 23);
     let subnormal = (f32::from_bits(magnitude + (121 << 23)) - smallest).to_bits();
@@ -91,8 +94,8 @@ pub(crate) const fn e4m3_to_f32(h: u8) -> f32 {
     f32::from_bits(sign | wide)
 }
 
-/// The bits of 464, half way between the largest E4M3 and what would come next, and to
-/// even. What is above, infinities and NaN with it, is NaN.
+/// The bits of 464: half way between the largest E4M3, 448, and what would come next, 480;
+/// it rounds to the even one, 448. All that is greater, and infinities and NaN, become NaN.
 pub(super) const E4M3_LAST: u32 = 0x43E8_0000;
 
 /// Narrows to E4M3, to nearest even; out of range is NaN. The sign is kept.
@@ -103,7 +106,7 @@ pub(crate) const fn f32_to_e4m3(x: f32) -> u8 {
     let magnitude = bits & 0x7FFF_FFFF;
     let odd = (magnitude >> 20) & 1;
     let normal = magnitude.wrapping_sub((127 - 7) << 23).wrapping_add(0x0007_FFFF + odd) >> 20;
-    // The last place of 2^14 is the unit of an E4M3 subnormal.
+    // The last place of 2^14 in `f32` is the unit of E4M3 subnormals.
     let unit = f32::from_bits(141 << 23);
     let subnormal = (f32::from_bits(magnitude) + unit).to_bits().wrapping_sub(141 << 23);
     let narrow = if magnitude > E4M3_LAST {
@@ -130,7 +133,7 @@ pub(crate) const fn f32_to_e5m2(x: f32) -> u8 {
     let magnitude = bits & 0x7FFF_FFFF;
     let odd = (magnitude >> 21) & 1;
     let normal = magnitude.wrapping_sub((127 - 15) << 23).wrapping_add(0x000F_FFFF + odd) >> 21;
-    // The last place of 2^7 is the unit of an E5M2 subnormal.
+    // The last place of 2^7 in `f32` is the unit of E5M2 subnormals.
     let unit = f32::from_bits(134 << 23);
     let subnormal = (f32::from_bits(magnitude) + unit).to_bits().wrapping_sub(134 << 23);
     let nan = 0x7E | ((magnitude >> 21) & 3);
@@ -152,8 +155,8 @@ mod tests {
 
     use super::*;
 
-    /// Values on, beside and half way between the neighbours that narrowing picks from,
-    /// and a walk over all exponents and mantissas.
+    /// The values that narrowing picks from, the points half way between two of them, the
+    /// `f32`s next to all these, and samples of all `f32`s.
     fn f32_values() -> impl Iterator<Item = f32> {
         let near = (0..=u16::MAX).flat_map(|h| {
             let exact = f16::from_bits(h).to_f32().to_bits();
@@ -196,12 +199,12 @@ mod tests {
             (0x0000_0001, 0x0000, 0x0000),
             (0x3300_0000, 0x0000, 0x3300), // half the least f16: to even, zero
             (0x3300_0001, 0x0001, 0x3300),
-            (0x387F_E000, 0x0400, 0x3880), // just under the least normal f16, half way up
+            (0x387F_E000, 0x0400, 0x3880), // half way to the least normal f16: to even, up
             (0x3F80_1000, 0x3C00, 0x3F80), // half way: to even, down
             (0x3F80_3000, 0x3C02, 0x3F80), // half way: to even, up
             (0x3F80_8000, 0x3C04, 0x3F80),
             (0x3F81_8000, 0x3C0C, 0x3F82),
-            (0x477F_EFFF, 0x7BFF, 0x4780), // the last that stays finite in f16
+            (0x477F_EFFF, 0x7BFF, 0x4780), // the greatest that stays finite in f16
             (0x477F_F000, 0x7C00, 0x4780),
             (0x7F7F_FFFF, 0x7C00, 0x7F80),
             (0xFF80_0000, 0xFC00, 0xFF80),
@@ -222,8 +225,8 @@ mod tests {
         sign * (one + digits) * 2f64.powi(exponent.max(1) - bias - mantissa)
     }
 
-    /// The magnitude nearest to `x`, by looking at all up to `last`, the first that does not
-    /// exist as a number; of two the even one.
+    /// The magnitude nearest to `x`; of two that are equally near, the even one. `last` is the
+    /// first magnitude that is no finite number.
     fn nearest(x: f64, values: &[f64], last: u8) -> u8 {
         let above = values[..usize::from(last)].partition_point(|&v| v < x) as u8;
         let Some(below) = above.checked_sub(1) else { return 0 };
@@ -231,7 +234,8 @@ mod tests {
         if x < middle || x == middle && below % 2 == 0 { below } else { above }
     }
 
-    /// Every E4M3 and E5M2, all half way points, what is beside them, and a walk.
+    /// Every E4M3 and E5M2, all points half way between two, the `f32`s next to all these, and
+    /// every `step`th `f32`.
     fn f32_values_for_eights(step: usize) -> impl Iterator<Item = f32> {
         let middles = [(3, 7), (2, 15)].into_iter().flat_map(|(mantissa, bias)| {
             (0..=u8::MAX).flat_map(move |h| {
@@ -258,7 +262,7 @@ mod tests {
                 0x7C => assert!(five.is_infinite()),
                 _ => assert_eq!(f64::from(five), value(h, 2, 15), "{h:#04x}"),
             }
-            // Back again, but that NaN becomes quiet.
+            // Narrowing gives the bits back, except that a NaN becomes quiet.
             assert_eq!(f32_to_e4m3(four), h);
             assert_eq!(f32_to_e5m2(five), if h & 0x7F == 0x7D { h | 0x02 } else { h });
         }
@@ -310,11 +314,11 @@ mod tests {
             (min5 / 2.0, 0x00, 0x00),
             (-min5 * 0.5001, 0x80, 0x81),
             (448.0, 0x7E, 0x5F),
-            (464.0, 0x7E, 0x5F), // the last that stays a number in e4m3
+            (464.0, 0x7E, 0x5F), // the greatest that stays a number in e4m3
             (464.00003, 0x7F, 0x5F),
             (-465.0, 0xFF, 0xDF),
             (57_344.0, 0x7F, 0x7B),
-            (61_439.996, 0x7F, 0x7B), // the last that stays finite in e5m2
+            (61_439.996, 0x7F, 0x7B), // the greatest that stays finite in e5m2
             (61_440.0, 0x7F, 0x7C),
             (-1e30, 0xFF, 0xFC),
             (f32::INFINITY, 0x7F, 0x7C),

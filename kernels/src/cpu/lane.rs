@@ -1,5 +1,5 @@
-//! What happens to one element: how each type is computed in and how two values fold. All
-//! of it without branches, so that loops over it vectorise.
+//! What happens to one element: in which type it is computed, and how two values fold. All
+//! of it is without branches, so that loops over it vectorise.
 
 use half::{bf16, f16};
 
@@ -15,15 +15,15 @@ use crate::{Finish, f8e4m3, f8e5m2};
 pub(super) trait Lane: Copy {
     type Acc: Copy;
     fn widen(self) -> Self::Acc;
-    /// To the stored form of a result, with NaN made canonical.
+    /// Turns a result into its stored form; a NaN becomes the canonical one.
     fn narrow(acc: Self::Acc) -> Self;
-    /// What finishing an average over more than one rank does.
+    /// Divides a sum, to finish an average over more than one rank.
     fn divide(acc: Self::Acc, by: Finish) -> Self::Acc;
 }
 
-/// A float, which [`scale`](crate::scale) multiplies.
+/// A float type: [`scale`](crate::scale) can multiply its elements.
 pub(super) trait Scaled: Lane {
-    /// The product with the factor as a float of the type computed in.
+    /// The product with the factor, which is first rounded to the type computed in.
     fn times(acc: Self::Acc, factor: f64) -> Self::Acc;
 }
 
@@ -47,8 +47,9 @@ macro_rules! integer_lanes {
     )*};
 }
 
-// Up to 32 bits the truncated quotient of doubles is exact: it is off an integer by at
-// least one part in 2^32, if at all. Unlike integer division, that vectorises.
+// For integers of up to 32 bits the truncated quotient of `f64`s is exact: a quotient that is
+// no integer differs from the nearest one by at least one part in 2^32, which is more than
+// `f64` rounds by. Unlike integer division, the division of `f64`s vectorises.
 integer_lanes!(
     i8 through f64, i16 through f64, i32 through f64, i64 through i64,
     u8 through f64, u16 through f64, u32 through f64, u64 through u64
@@ -64,7 +65,7 @@ macro_rules! float_lanes {
             }
             #[inline(always)]
             fn narrow(acc: $acc) -> $t {
-                // Canonical stays canonical in the narrower types.
+                // Narrowing makes the canonical NaN of `f32` that of the narrower type.
                 $narrow(if acc.is_nan() { $acc::CANONICAL } else { acc })
             }
             #[inline(always)]
@@ -91,13 +92,14 @@ float_lanes! {
     f8e5m2 in f32: |x: f8e5m2| e5m2_to_f32(x.to_bits()), |x| f8e5m2::from_bits(f32_to_e5m2(x));
 }
 
-/// The canonical NaN for what E4M3 does not hold: narrowing alone would keep its sign.
+/// Replaces what is out of E4M3's range by the canonical NaN: narrowing would make it a NaN
+/// of the same sign.
 #[inline(always)]
 fn in_range(x: f32) -> f32 {
     if x.to_bits() & 0x7FFF_FFFF > E4M3_LAST { f32::CANONICAL } else { x }
 }
 
-/// The one NaN that results are written as. `NAN`'s bits are not guaranteed.
+/// The one NaN that results are written as. The bits of Rust's `NAN` are not guaranteed.
 trait Canonical {
     const CANONICAL: Self;
 }
@@ -110,7 +112,7 @@ impl Canonical for f64 {
     const CANONICAL: f64 = f64::from_bits(0x7FF8_0000_0000_0000);
 }
 
-/// A `bool` whose byte may be anything.
+/// A `bool` whose byte may have any value: all but 0 are true.
 #[derive(Clone, Copy)]
 #[repr(transparent)]
 pub(super) struct Truth(u8);
@@ -131,7 +133,8 @@ impl Lane for Truth {
     }
 }
 
-/// One operator on one computed type. Commutative to the bit, but for the payload of NaN.
+/// One operator on one type computed in. It is commutative to the bit, except for the payload of
+/// a NaN.
 pub(super) trait Fold<A> {
     fn fold(a: A, b: A) -> A;
 }
@@ -179,8 +182,8 @@ macro_rules! float_folds {
         fold! {
             Sum on $t: |a, b| a + b;
             Prod on $t: |a, b| a * b;
-            // Each `if` is one minps, which yields its second operand for zeros and for
-            // NaN; or-ing both orders keeps the sign of -0 and keeps a NaN a NaN.
+            // Each `if` is one minps, which yields its second operand if both are zeros or
+            // one is NaN. So the bitwise or of both orders keeps the sign of -0 and any NaN.
             Min on $t: |a: $t, b: $t| {
                 let ab = if a < b { a } else { b };
                 let ba = if b < a { b } else { a };

@@ -22,8 +22,8 @@ pub use stream::{copy_streaming, reduce_streaming};
 
 /// Folds `ins` in the order given and writes the result to every one of `outs`.
 ///
-/// `len` counts elements. `finish` is `Some(n)` on the step that completes a reduction
-/// over `n` ranks: an average divides there; other operators ignore it. The
+/// `len` counts elements. `finish` is `Some` on the step that completes a reduction: an
+/// average is then divided as the [`Finish`] says; other operators ignore it. The
 /// [rules](crate#rules) say what exactly is computed.
 ///
 /// # Safety
@@ -82,7 +82,7 @@ unsafe fn reduce_at(
 /// output may be equal to `src` or to another output, but must not overlap one in any
 /// other way.
 pub unsafe fn copy(src: *const u8, outs: &[*mut u8], bytes: usize) {
-    // Stays in any L1 beside the block being written.
+    // So small that the block read and the block written stay in any L1 cache.
     const BLOCK: usize = 8 << 10;
     let step = if outs.len() == 1 { bytes } else { BLOCK };
     let mut at = 0;
@@ -90,8 +90,8 @@ pub unsafe fn copy(src: *const u8, outs: &[*mut u8], bytes: usize) {
         let n = step.min(bytes - at);
         for &out in outs {
             if !ptr::eq(out, src) {
-                // SAFETY: `at + n <= bytes`, so both ranges are the caller's; being not
-                // equal, they do not overlap.
+                // SAFETY: `at + n <= bytes`, so both ranges are in the caller's buffers, which
+                // do not overlap as their addresses are not equal.
                 unsafe { ptr::copy_nonoverlapping(src.add(at), out.add(at), n) };
             }
         }
@@ -101,8 +101,8 @@ pub unsafe fn copy(src: *const u8, outs: &[*mut u8], bytes: usize) {
 
 /// Multiplies every element by `factor`, in place.
 ///
-/// `len` counts elements. Only floats can be scaled: those of which [`DType::scales`] says
-/// so. The [rules](crate#rules) say what exactly is computed.
+/// `len` counts elements. Only floats can be scaled: the types for which [`DType::scales`]
+/// is true. The [rules](crate#rules) say what exactly is computed.
 ///
 /// # Safety
 ///
@@ -125,13 +125,13 @@ unsafe fn scale_at(level: simd::Level, dtype: DType, memory: *mut u8, len: usize
     }
 }
 
-/// Whether elements of the type can be scaled; the caller's mistake if not.
+/// Whether elements of the type can be scaled. If not, the caller has made a mistake.
 fn scalable(dtype: DType) -> bool {
     debug_assert!(dtype.scales(), "{dtype} can not be scaled");
     dtype.scales()
 }
 
-/// Whether the call means anything; the caller's mistake if not.
+/// Whether the arguments are as [`reduce`] needs them. If not, the caller has made a mistake.
 fn valid(dtype: DType, op: ReduceOp, ins: &[*const u8], outs: &[*mut u8], finish: Option<Finish>) -> bool {
     let supported = op.supports(dtype);
     let divides = op != ReduceOp::Avg || finish.is_none_or(|finish| finish.ranks > 0);

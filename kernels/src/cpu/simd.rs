@@ -1,6 +1,6 @@
 //! The fast kernels: loops simple enough that LLVM vectorises them, compiled once for each
-//! instruction set that is worth it and chosen at run time. AVX-512 is not: blocks that
-//! come from L2 ran no faster with it than with AVX2.
+//! instruction set that is worth it and chosen at run time. AVX-512 is not worth it: blocks
+//! that come from L2 ran no faster with it than with AVX2.
 
 use std::mem::MaybeUninit;
 use std::ptr;
@@ -15,7 +15,7 @@ use crate::{DType, ReduceOp, f8e4m3, f8e5m2};
 /// The instruction sets that kernels are compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Level {
-    /// What the target always has.
+    /// The instructions that every CPU of the target has.
     Portable,
     /// AVX2 and F16C.
     #[cfg(target_arch = "x86_64")]
@@ -23,7 +23,7 @@ pub(super) enum Level {
 }
 
 impl Level {
-    /// Those that this CPU can run, best last.
+    /// The levels that this CPU can run, the best one last.
     pub(super) fn available() -> Vec<Level> {
         #[allow(unused_mut)]
         let mut levels = vec![Level::Portable];
@@ -66,13 +66,13 @@ pub(super) unsafe fn run(level: Level, dtype: DType, op: ReduceOp, job: Job<'_>)
 unsafe fn dispatch<I: Isa>(dtype: DType, op: ReduceOp, mut job: Job<'_>) {
     macro_rules! kernel {
         ($lane:ty, $fold:ty) => {
-            // SAFETY: the caller vouches for the instruction set and the pointers; every
-            // use below has a lane of `dtype`'s size, or bytes and a length in bytes.
+            // SAFETY: the caller vouches for the instruction set and the pointers; every use
+            // below has a lane of `dtype`'s size, or lanes of a byte and `len` in bytes.
             unsafe { I::kernel::<$lane, $fold>(&job) }
         };
     }
-    // A product's bits do not depend on the sign, so both signs share a kernel. A sum is
-    // what an average divides, and that does.
+    // A wrapping product has the same bits for signed and unsigned integers, so both share a
+    // kernel. A sum would, too, but an average divides it, which depends on the sign.
     macro_rules! number {
         ($lane:ty, $unsigned:ty) => {
             match op {
@@ -185,8 +185,8 @@ trait Isa {
     /// [`crate::reduce`] asks, over `len` elements of `L`.
     unsafe fn kernel<L: Lane, F: Fold<L::Acc>>(job: &Job<'_>);
 
-    /// Does as much of a job on a small float as there is a better way for than
-    /// [`Isa::kernel`], and returns up to where.
+    /// Does the first part of a job on small floats, as far as there is a faster way than
+    /// [`Isa::kernel`], and returns the element at which the rest starts.
     ///
     /// # Safety
     ///
@@ -203,8 +203,8 @@ trait Isa {
     /// over `len` elements of `L`.
     unsafe fn scale<L: Scaled>(memory: *mut u8, start: usize, len: usize, factor: f64);
 
-    /// Scales as many of the small floats at the start as there is a better way for than
-    /// [`Isa::scale`], and returns up to where.
+    /// Scales the first part of the small floats, as far as there is a faster way than
+    /// [`Isa::scale`], and returns the element at which the rest starts.
     ///
     /// # Safety
     ///
@@ -264,7 +264,7 @@ impl Isa for Avx2 {
     }
 }
 
-/// The kernel, whatever the instruction set: inlined into a function that enables it.
+/// The kernel for any instruction set: it is inlined into a function that enables the set.
 ///
 /// # Safety
 ///
@@ -305,7 +305,7 @@ unsafe fn store<L: Lane>(p: *mut u8, i: usize, value: L::Acc) {
     unsafe { p.cast::<L>().add(i).write_unaligned(L::narrow(value)) };
 }
 
-/// The kernel that scales, whatever the instruction set: inlined as [`fold_all`] is.
+/// The kernel that scales, for any instruction set: it is inlined as [`fold_all`] is.
 ///
 /// # Safety
 ///
@@ -320,16 +320,17 @@ unsafe fn scale_all<L: Scaled>(memory: *mut u8, start: usize, len: usize, factor
 
 /// Two inputs and one output, straight from memory to memory.
 ///
-/// LLVM guards a vectorised loop with a test that its pointers' ranges are apart, which in
-/// place would fail and leave the work to a scalar loop. Hence a loop of its own for that,
-/// with one pointer less.
+/// LLVM guards a vectorised loop with a test that its pointers' ranges do not overlap. In
+/// place they do, and a scalar loop would do the work; so the case in place has a loop of its
+/// own, with one pointer less.
 ///
 /// # Safety
 ///
 /// As [`fold_all`].
 #[inline(always)]
 unsafe fn pair<L: Lane, F: Fold<L::Acc>>(a: *const u8, b: *const u8, out: *mut u8, start: usize, len: usize) {
-    // Folding two is commutative, so `a` can be the one that the output may be equal to.
+    // Folding two is commutative, so the inputs can be swapped: if the output is one of them,
+    // it is `a`.
     let (a, b) = if ptr::eq(out, b) { (b, a) } else { (a, b) };
     if ptr::eq(out, a) {
         for i in start..len {
@@ -344,7 +345,7 @@ unsafe fn pair<L: Lane, F: Fold<L::Acc>>(a: *const u8, b: *const u8, out: *mut u
     }
 }
 
-/// Two inputs that are the outputs, too: all in one go, where [`blocks`] would take three.
+/// Two inputs that are also the two outputs: one loop, where [`blocks`] would need three.
 ///
 /// # Safety
 ///
@@ -382,8 +383,8 @@ unsafe fn blocks<L: Lane, F: Fold<L::Acc>>(job: &Job<'_>) {
     while at < job.len {
         let n = step.min(job.len - at);
         // SAFETY: `at + n <= len` for the caller's buffers, `n <= step` for the scratch,
-        // which is aligned for any lane. Each first pass writes `acc[..n]` before a later
-        // one reads it.
+        // which is aligned for any lane. The first loop over a block writes `acc[..n]` before
+        // later ones read it. Of the outputs, those that are not equal do not overlap.
         unsafe {
             let mut rest = match *job.ins {
                 [a, b, c, d, ref rest @ ..] => {

@@ -1,6 +1,6 @@
-//! The floats of 8 and 16 bits with AVX2: F16C's conversions, which LLVM does not find by
-//! itself, and ways to take the others apart and to put them together that it does not find
-//! either.
+//! Kernels with AVX2 for the floats of 8 and 16 bits. They convert by the instructions of F16C
+//! and, where there are none, by operations on bits; LLVM's vectoriser finds neither by
+//! itself.
 
 use std::arch::x86_64::*;
 
@@ -131,7 +131,8 @@ unsafe fn scale_chunks<const TYPE: u8>(memory: *mut u8, len: usize, factor: __m2
     at
 }
 
-/// Reads and widens a chunk. A signalling NaN may stay one: results are made canonical.
+/// Reads and widens a chunk. A signalling NaN may stay signalling: [`store`] makes every NaN
+/// canonical.
 ///
 /// # Safety
 ///
@@ -142,15 +143,15 @@ unsafe fn load<const TYPE: u8>(p: *const u8, at: usize) -> Wide {
     if TYPE == E4M3 || TYPE == E5M2 {
         // SAFETY: the caller vouches for these 16 bytes; the load needs no alignment.
         let raw = unsafe { _mm_loadu_si128(p.add(at).cast()) };
-        // Each in the upper byte of a half, which is what an E5M2 is.
+        // Each byte becomes the upper byte of 16 bits: for an E5M2 that makes it an `f16`.
         let halves = _mm256_slli_epi16::<8>(_mm256_cvtepu8_epi16(raw));
         return if TYPE == E5M2 { from_halves(halves) } else { from_e4m3(halves) };
     }
     // SAFETY: the caller vouches for these 32 bytes; the load needs no alignment.
     let raw = unsafe { _mm256_loadu_si256(p.add(2 * at).cast()) };
     if TYPE == BF16 {
-        // A bf16 is the upper half of an f32. The even elements are shifted up to there,
-        // the odd ones are there: cheaper than spreading neighbours over two vectors.
+        // A bf16 is the upper half of an f32. The even elements are shifted up into that half,
+        // the odd ones are in it already: cheaper than to widen neighbours in order.
         let even = _mm256_slli_epi32::<16>(raw);
         let odd = _mm256_and_si256(raw, _mm256_set1_epi32(0xFFFF_0000_u32 as i32));
         [_mm256_castsi256_ps(even), _mm256_castsi256_ps(odd)]
@@ -167,12 +168,12 @@ fn from_halves(halves: __m256i) -> Wide {
     [low, _mm256_cvtph_ps(_mm256_extracti128_si256::<1>(halves))]
 }
 
-/// Widens 16 E4M3s, in order, each given in the upper byte of a half.
+/// Widens 16 E4M3s, in order, each given in the upper byte of 16 bits.
 #[inline]
 #[target_feature(enable = "avx2,f16c")]
 fn from_e4m3(shifted: __m256i) -> Wide {
-    // With the magnitude one place lower it is an f16, subnormals too, 2^8 times too small
-    // for the bias that differs. All ones are NaN there as well.
+    // With its magnitude shifted down by one place an E4M3, even a subnormal one, is an f16
+    // that is 2^8 times too small, as the biases differ by 8. All ones are a NaN in f16.
     let magnitude = _mm256_and_si256(shifted, _mm256_set1_epi16(0x7F00));
     let nan = _mm256_cmpeq_epi16(magnitude, _mm256_set1_epi16(0x7F00));
     let sign = _mm256_andnot_si256(_mm256_set1_epi16(0x7FFF), shifted);
@@ -192,7 +193,8 @@ fn from_e4m3(shifted: __m256i) -> Wide {
 #[target_feature(enable = "avx2,f16c")]
 unsafe fn store<const TYPE: u8>(outs: &[*mut u8], at: usize, [x, y]: Wide) {
     if TYPE == E4M3 || TYPE == E5M2 {
-        // In each 128 bits four of `x` and four of `y`; then in order; then bytes.
+        // First to 16 bits, with four of `x` and four of `y` in each half of the vector; then
+        // into the right order; then to bytes.
         let mixed = _mm256_packus_epi32(to_eights::<TYPE>(x), to_eights::<TYPE>(y));
         let words = _mm256_permute4x64_epi64::<0b11_01_10_00>(mixed);
         let (low, high) = (_mm256_castsi256_si128(words), _mm256_extracti128_si256::<1>(words));
@@ -210,7 +212,7 @@ unsafe fn store<const TYPE: u8>(outs: &[*mut u8], at: usize, [x, y]: Wide) {
     }
 }
 
-/// Rounds `f32`s without non-canonical NaN to `bf16`, or else to `f16`.
+/// Rounds `f32`s to `bf16` or `f16`. Every NaN among them must be the canonical one.
 #[inline]
 #[target_feature(enable = "avx2,f16c")]
 fn to_halves<const TYPE: u8>([x, y]: Wide) -> __m256i {
@@ -224,8 +226,8 @@ fn to_halves<const TYPE: u8>([x, y]: Wide) -> __m256i {
     }
 }
 
-/// As `f32_to_bf16` in `convert.rs`, but the result is left in the upper half, and the
-/// canonical NaN needs no care, for it does not carry.
+/// As `f32_to_bf16` in `convert.rs`, but the result is left in the upper half, and NaN is no
+/// special case: rounding the canonical NaN does not carry.
 #[inline]
 #[target_feature(enable = "avx2,f16c")]
 fn round_to_upper(x: __m256) -> __m256i {
@@ -235,13 +237,13 @@ fn round_to_upper(x: __m256) -> __m256i {
     _mm256_add_epi32(bits, odd)
 }
 
-/// As `f32_to_e4m3` in `convert.rs`, or else `f32_to_e5m2`, but every NaN is made the
-/// canonical one.
+/// As `f32_to_e4m3` or `f32_to_e5m2` in `convert.rs`, but every NaN is made the canonical
+/// one.
 #[inline]
 #[target_feature(enable = "avx2,f16c")]
 fn to_eights<const TYPE: u8>(x: __m256) -> __m256i {
-    // The exponents of the least normal number and of the one whose last place in f32 is the
-    // unit of subnormals; the last magnitude that is no NaN; NaN.
+    // The biased exponents of the least normal number, and of the number whose last place in
+    // f32 is the unit of subnormals; the greatest f32 that does not become NaN; NaN's bits.
     let (normal, unit, last, nan) =
         if TYPE == E4M3 { (121, 141, E4M3_LAST, 0x7F) } else { (113, 134, 0x7F80_0000, 0x7E) };
     let set = |x: u32| _mm256_set1_epi32(x as i32);
@@ -252,15 +254,15 @@ fn to_eights<const TYPE: u8>(x: __m256) -> __m256i {
     let is_subnormal = _mm256_cmpgt_epi32(set(normal << 23), magnitude);
     let added = _mm256_add_ps(_mm256_castsi256_ps(magnitude), _mm256_castsi256_ps(set(unit << 23)));
     let subnormal = _mm256_sub_epi32(_mm256_castps_si256(added), set(unit << 23));
-    // One less than the least normal exponent goes away; half of the last place, less one
-    // when that is even, carries.
+    // Subtracts the least normal exponent less one. Adds half of the last place, less one if
+    // that place is even (`odd`), so that the carry rounds to nearest even.
     let rebias = |half: u32| set(half.wrapping_sub((normal - 1) << 23));
     let rounded = if TYPE == E4M3 {
         let odd = _mm256_and_si256(_mm256_srli_epi32::<20>(magnitude), set(1));
         let sum = _mm256_add_epi32(_mm256_add_epi32(magnitude, rebias(0x0007_FFFF)), odd);
         _mm256_srli_epi32::<20>(sum)
     } else {
-        // From 2^16 on all is infinity, which that is in E5M2.
+        // All from 2^16 on becomes 2^16, whose bits after rebiasing are E5M2's infinity.
         let magnitude = _mm256_min_epi32(magnitude, set((127 + 16) << 23));
         let odd = _mm256_and_si256(_mm256_srli_epi32::<21>(magnitude), set(1));
         let sum = _mm256_add_epi32(_mm256_add_epi32(magnitude, rebias(0x000F_FFFF)), odd);
@@ -278,7 +280,7 @@ fn canonical(x: __m256) -> __m256 {
     _mm256_blendv_ps(x, canonical, _mm256_cmp_ps::<_CMP_UNORD_Q>(x, x))
 }
 
-/// What `Fold` does in `lane.rs`, eight times.
+/// What `Fold` does in `lane.rs`, on eight elements.
 #[inline]
 #[target_feature(enable = "avx2,f16c")]
 fn fold<const OP: u8>(a: __m256, b: __m256) -> __m256 {

@@ -1,4 +1,4 @@
-//! Every level of instructions against the oracle, bit for bit.
+//! Compares the kernels of every instruction level with the oracle ([`scalar`]), bit for bit.
 
 use half::{bf16, f16};
 use proptest::prelude::*;
@@ -9,12 +9,12 @@ use crate::{DType, Finish, ReduceOp, f8e4m3, f8e5m2};
 
 const COUNTS: [usize; 5] = [1, 2, 3, 4, 8];
 const LENGTHS: [usize; 17] = [0, 1, 3, 7, 8, 15, 16, 17, 31, 63, 64, 65, 511, 512, 513, 1025, 4099];
-/// A misaligned start for inputs and one for outputs; the last two can not be in place.
+/// Offsets of inputs and of outputs from an aligned start. An output in place has the offset of its input.
 const SHIFTS: [(usize, usize); 6] = [(0, 0), (1, 1), (7, 7), (4, 4), (0, 3), (5, 0)];
-/// What bytes next to a buffer hold, before and after.
+/// The value of the guard bytes before and after each buffer: no kernel may change it.
 const GUARD: u8 = 0xA5;
 
-/// A buffer at an offset from an aligned start, between guards.
+/// A buffer at an offset from an aligned start, between guard bytes.
 struct Buffer {
     bytes: Vec<u8>,
     start: usize,
@@ -44,7 +44,7 @@ impl Buffer {
     }
 }
 
-/// What is computed, on what.
+/// A reduction and its operands.
 #[derive(Clone, Debug)]
 struct Case {
     dtype: DType,
@@ -54,7 +54,7 @@ struct Case {
     ins: Vec<Vec<u8>>,
 }
 
-/// Where its buffers are.
+/// Where the buffers of a [`Case`] lie.
 #[derive(Clone, Copy, Debug)]
 struct Place {
     shift: (usize, usize),
@@ -92,8 +92,8 @@ impl Case {
         let mut to: Vec<*mut u8> = outs.iter_mut().map(Buffer::pointer).collect();
         let from: Vec<*const u8> = ins.iter_mut().map(|b| b.pointer().cast_const()).collect();
         to.extend(place.in_place.map(|i| from[i].cast_mut()));
-        // SAFETY: the buffers hold `len` elements each; only whole ones coincide; levels
-        // are the available ones. All pointers were derived from exclusive access.
+        // SAFETY: each buffer holds `len` elements; an output is equal to an input or overlaps nothing; the CPU
+        // has the level. Every pointer comes from `as_mut_ptr`, so it may be written through.
         unsafe { reduce_at(level, self.dtype, self.op, &from, &to, self.len, self.finish) };
         let what = || {
             let Case { dtype, op, finish, len, ins } = self;
@@ -123,7 +123,7 @@ impl Case {
     }
 }
 
-/// A small generator (xorshift64*), so that cases are the same every time.
+/// A small random number generator (xorshift64*) with a fixed seed, so that every run tests the same cases.
 struct Rng(u64);
 
 impl Rng {
@@ -138,7 +138,7 @@ impl Rng {
         (((self.next() >> 32) * n as u64) >> 32) as usize
     }
 
-    /// An element's bytes: of anything, of something moderate, or of something special.
+    /// The bytes of an element: random bits, a float of moderate size, or a special float (infinity, NaN, ...).
     fn element(&mut self, dtype: DType) -> Vec<u8> {
         const SPECIAL: [f64; 12] =
             [0.0, -0.0, 1.0, -1.0, f64::INFINITY, -f64::INFINITY, f64::NAN, 6e-8, 65504.0, 3e38, 448.0, 2e-3];
@@ -168,7 +168,7 @@ fn supported() -> impl Iterator<Item = (DType, ReduceOp)> {
     all.filter(|(d, op)| op.supports(*d))
 }
 
-/// Every length, with the places taking turns.
+/// Tests every length; offsets, number of outputs and in place vary from case to case.
 #[test]
 fn every_length_agrees() {
     let levels = Level::available();
@@ -191,8 +191,8 @@ fn every_length_agrees() {
     }
 }
 
-/// Every place, at two lengths: one with a remainder in each kernel, and one block and a
-/// remainder.
+/// Tests every place at two lengths: a short one that leaves a remainder in each kernel, and one block
+/// and a remainder.
 #[test]
 fn every_place_agrees() {
     let levels = Level::available();
@@ -202,7 +202,7 @@ fn every_place_agrees() {
             for len in [31, 4096 / dtype.size() + 3] {
                 let case = Case::new(&mut rng, dtype, op, count, len);
                 let expected = case.expected();
-                // The long ones are dear, and differ in nothing but the walk over blocks.
+                // The long cases are slow, and add only the loop over blocks to what the short ones test.
                 let shifts = if len == 31 { &SHIFTS[..] } else { &SHIFTS[1..2] };
                 for &shift in shifts {
                     for in_place in (0..count).map(Some).chain([None]) {
@@ -218,7 +218,7 @@ fn every_place_agrees() {
     }
 }
 
-/// Ranks that fold in each other's memory: every input is an output, too.
+/// As when ranks fold in each other's memory: every input is also an output.
 #[test]
 fn all_inputs_are_outputs() {
     let mut rng = Rng(40);
@@ -231,7 +231,7 @@ fn all_inputs_are_outputs() {
                     let mut all: Vec<Buffer> = case.ins.iter().map(|b| Buffer::new(b, len % 3)).collect();
                     let outs: Vec<*mut u8> = all.iter_mut().map(Buffer::pointer).collect();
                     let ins: Vec<*const u8> = outs.iter().map(|out| out.cast_const()).collect();
-                    // SAFETY: the buffers hold `len` elements each, and an output is an input; the level is available.
+                    // SAFETY: each buffer holds `len` elements, and each output is equal to one input; the CPU has the level.
                     unsafe { reduce_at(level, dtype, op, &ins, &outs, len, case.finish) };
                     for out in &all {
                         case.compare(out.content(), &expected, || {
@@ -245,7 +245,7 @@ fn all_inputs_are_outputs() {
     }
 }
 
-/// Past the caches, beside ordinary outputs or alone, also over an input.
+/// Results that are written past the caches, with and without ordinary outputs, also in place of an input.
 #[test]
 fn streamed_results_agree() {
     let mut rng = Rng(41);
@@ -264,7 +264,7 @@ fn streamed_results_agree() {
             let in_place = turn % 2 == 0;
             all.extend(in_place.then(|| to[turn % to.len()]));
             let (outs, streamed) = all.split_at(turn % 3);
-            // SAFETY: the buffers hold `len` elements each; one output may be an input.
+            // SAFETY: each buffer holds `len` elements; one output may be equal to an input, and nothing else overlaps.
             unsafe { reduce_streaming(dtype, op, &from, outs, streamed, len, case.finish) };
             let what = || format!("{dtype} {op}, {len}, turn {turn}");
             for out in &buffers {
@@ -289,29 +289,29 @@ fn streamed_copies_agree() {
             let mut src = Buffer::new(&content, shift_in);
             let mut outs: Vec<Buffer> = (0..3).map(|i| Buffer::new(&vec![0; len], shift_out + i)).collect();
             let to: Vec<*mut u8> = outs.iter_mut().map(Buffer::pointer).collect();
-            // SAFETY: four buffers of `len` bytes.
+            // SAFETY: source and output are two separate buffers of `len` bytes.
             to.into_iter().for_each(|out| unsafe { copy_streaming(src.pointer(), out, len) });
             assert!(outs.iter().all(|out| out.content() == content && out.guarded()), "{len}, {turn}");
         }
     }
 }
 
-/// Inputs may coincide too, also with the output.
+/// Inputs may be equal to each other, also if they are equal to the output.
 #[test]
 fn an_input_twice() {
     for level in Level::available() {
         let mut buffer: Vec<u32> = (0..100).collect();
         let p = buffer.as_mut_ptr().cast::<u8>();
         for ins in [vec![p.cast_const(); 2], vec![p.cast_const(); 3]] {
-            // SAFETY: one vector of 100 elements, in place.
+            // SAFETY: all pointers are equal: one vector of 100 elements, reduced in place; the CPU has the level.
             unsafe { reduce_at(level, DType::U32, ReduceOp::Sum, &ins, &[p, p], 100, None) };
         }
         assert!(buffer.iter().zip(0..).all(|(&x, i)| x == 6 * i), "{level:?}");
     }
 }
 
-/// Every `f16` and `bf16` beside operands that make for rounding, carries, subnormals,
-/// overflow and NaN: the conversions as the kernels have them.
+/// Combines every `f16` and `bf16` with operands that cause rounding, carries, subnormals, overflow and NaN:
+/// this tests the kernels' own conversions.
 #[test]
 fn every_half_agrees() {
     let all: Vec<u8> = (0..=u16::MAX).flat_map(u16::to_le_bytes).collect();
@@ -333,7 +333,7 @@ fn every_half_agrees() {
     }
 }
 
-/// Every two 8-bit floats, by every operator.
+/// Combines every pair of 8-bit floats with every operator that floats have.
 #[test]
 fn every_pair_of_eights_agrees() {
     let a: Vec<u8> = (0..=u8::MAX).flat_map(|x| [x; 256]).collect();
@@ -352,11 +352,11 @@ fn every_pair_of_eights_agrees() {
     }
 }
 
-/// Scales at a place and by the oracle, and compares.
+/// Scales a buffer that starts `shift` bytes from an aligned address, and compares it with what the oracle gives.
 fn check_scale(level: Level, dtype: DType, content: &[u8], shift: usize, factor: f64) {
     let (len, size) = (content.len() / dtype.size(), dtype.size());
     let mut buffer = Buffer::new(content, shift);
-    // SAFETY: a buffer of `len` elements; the level is an available one.
+    // SAFETY: a buffer of `len` elements; the CPU has the level.
     unsafe { scale_at(level, dtype, buffer.pointer(), len, factor) };
     let mut expected = content.to_vec();
     // SAFETY: a vector of `len` elements.
@@ -374,7 +374,7 @@ fn check_scale(level: Level, dtype: DType, content: &[u8], shift: usize, factor:
 
 const FACTORS: [f64; 9] = [1.0, 0.5, 1.0 / 3.0, -0.1, 0.0, 1e-9, 3e4, 1e300, f64::NAN];
 
-/// Every float, at every alignment, with every remainder.
+/// Tests every float type, at every offset below 16 bytes, with every remainder.
 #[test]
 fn every_scale_agrees() {
     let mut rng = Rng(3);
@@ -391,7 +391,7 @@ fn every_scale_agrees() {
     }
 }
 
-/// Every small float, also infinities, subnormals and every NaN.
+/// Scales every value of the small float types, also infinities, subnormals and every NaN.
 #[test]
 fn every_small_float_scales() {
     for dtype in [DType::F16, DType::BF16, DType::F8E4M3, DType::F8E5M2] {
@@ -418,9 +418,9 @@ fn copies() {
             let mut pointers: Vec<_> = to.iter_mut().map(Buffer::pointer).collect();
             let from = src.pointer();
             pointers.push(from);
-            // SAFETY: buffers of `bytes` bytes each; only the source coincides with one.
+            // SAFETY: each buffer has `bytes` bytes; the last output is equal to the source, the others overlap nothing.
             unsafe { copy(from, &pointers, bytes) };
-            // SAFETY: as above, without the one in place.
+            // SAFETY: as above, without the output that is equal to the source.
             unsafe { copy(from, &pointers[..outs], bytes) };
             to.push(src);
             assert!(to.iter().all(|b| b.content() == content && b.guarded()));

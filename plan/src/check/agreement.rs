@@ -1,41 +1,41 @@
-//! Do all ranks take their plans of loans, or all of them the step-by-step plans, although nobody has asked the others?
+//! Checks that either all ranks take their plans of loans or all take their step-by-step plans, although they do not negotiate.
 //!
-//! Whether a rank can lend its memory to all its peers, it alone knows. Its *first frame* to each peer tells: a loan, or the
-//! first message of its step-by-step plan.
+//! Only the rank itself knows whether it can lend its memory to all its peers. Its *first frame* to each peer tells them: it is
+//! a loan, or the first message of the step-by-step plan.
 //!
 //! * A rank that cannot lend takes its steps at once.
 //! * A rank that can lend lends to every peer that its plan of loans names, and looks at the first frame of every peer that it
-//!   borrows from. If one of them is a message, it gives back what it was lent and takes its steps. When it has made all its loans
-//!   and seen all that it borrows, it folds, and there is no way back.
+//!   borrows from. If one of these frames is a message, the rank gives back what it was lent and takes its steps. When it has made
+//!   all its loans and seen all loans to it, it folds, and can no longer change to its steps.
 //!
-//! So two things have to be so. First, what the steps send to each peer first waits for no peer: otherwise ranks that cannot lend
-//! would wait for messages of ranks that in turn wait for their first frame. Second, no rank folds if any rank cannot lend, and
-//! all do if all can.
+//! So two things must hold. First, the first message of the steps to each peer must not wait for any peer: otherwise a rank that
+//! cannot lend might wait for a message of a rank that in turn waits for its first frame. Second, no rank folds if any rank
+//! cannot lend, and all fold if all can lend.
 //!
-//! The second is tried out: for all subsets of ranks that cannot lend in groups of up to [`ALL_SUBSETS`], and in larger groups
-//! for each rank alone, for each rank as the only one that can lend, for half of the ranks, and for none and all of them.
+//! The second is tried out. In groups of up to [`ALL_SUBSETS`] ranks every subset is tried as the ranks that cannot lend; in larger
+//! groups: each rank alone, all ranks but one, two subsets of half the ranks, none, and all.
 //!
-//! What happens depends on when frames are sent and seen. In groups of up to [`ALL_SCHEDULES`] every order is tried, in larger
-//! groups two: all loans that can be made and seen before any message, and the opposite. The order with the loans first is the
-//! worst one. Every loan that is made in any order is made in it, so a rank that folds in any order folds in it too. And a rank
-//! that takes its steps in it has seen a message that no order could have made a loan, so it takes its steps in every order:
-//! nobody is left undecided in another order who is not in this one.
+//! What happens depends on when frames are sent and seen. In groups of up to [`ALL_SCHEDULES`] ranks every order is tried, in larger
+//! groups two: the one in which every possible loan is made and seen before any message, and the opposite. The order with the loans
+//! first is the worst case. Every loan of any other order is made in it too, so a rank that folds in another order also folds in
+//! this one. A rank that takes its steps in this order cannot lend, or has seen a message on a link that can carry no loan: so it
+//! takes its steps in every order. So a rank that decides in this order is undecided in no other.
 
 use std::collections::HashSet;
 
 use crate::{Operand, Plan, Program, Rank};
 
-/// The largest group of which every subset is tried.
+/// The largest group in which every subset of ranks is tried as those that cannot lend.
 pub const ALL_SUBSETS: usize = 8;
-/// The largest group of which every order of events is tried.
+/// The largest group in which every order of events is tried.
 pub const ALL_SCHEDULES: usize = 3;
-/// The largest group: sets of ranks are bits of a `u64`, with some to spare.
+/// The largest group that can be checked. A set of ranks is the bits of a `u64`, of which half are used at most.
 const MAX_RANKS: usize = 32;
 
 /// Why ranks might not agree on whether to lend.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Disagreement {
-    /// There is not one plan of each sort for each rank, or there are too many ranks.
+    /// There are too many ranks, or not one plan of each sort for each rank, in rank order.
     #[error("{lending} plans of loans and {steps} of steps: can compare up to {MAX_RANKS} of each")]
     Shape {
         /// Plans of loans.
@@ -48,17 +48,17 @@ pub enum Disagreement {
     Silent {
         /// Whose steps.
         rank: Rank,
-        /// The peer that never hears of it.
+        /// The peer that never gets a frame.
         to: Rank,
     },
-    /// The first message of a rank to this peer waits for a peer.
+    /// The first message of a rank's steps to this peer waits for some peer.
     #[error("rank {rank}, step {step}: the first message to rank {to} waits for a peer")]
     Late {
         /// Whose steps.
         rank: Rank,
         /// The step that sends the message.
         step: usize,
-        /// Who waits for it.
+        /// The peer that the message goes to.
         to: Rank,
     },
     /// A rank folds although others cannot lend.
@@ -85,10 +85,10 @@ pub enum Disagreement {
     },
 }
 
-/// Check that ranks which have these plans of loans and these step-by-step plans always agree on which of the two they take.
-/// Returns how many subsets of ranks that cannot lend were tried.
+/// Checks that ranks which have these plans of loans and these step-by-step plans always agree on which of the two they take.
+/// Returns how many subsets of ranks were tried as those that cannot lend.
 ///
-/// Both sorts of plans are taken to be right in themselves ([`super::check()`]).
+/// It assumes that [`super::check()`] finds no fault in either sort of plans.
 ///
 /// # Errors
 /// The first [`Disagreement`] found.
@@ -114,15 +114,15 @@ pub fn agree(lending: &[Plan], steps: &[Plan]) -> Result<usize, Disagreement> {
     Ok(subsets.len())
 }
 
-/// Whether a rank's steps send to every peer, and wait for no peer before they first do.
+/// Checks that a rank's steps send to every peer, and that the first message to each peer waits for no peer.
 fn sends_first(plan: &Plan) -> Result<(), Disagreement> {
     let (program, rank) = (Program::compile(plan), plan.rank);
-    // By step: whether what it makes, and each earlier step that it waits for, comes without a peer.
+    // By step: whether neither the step nor any earlier step that it waits for needs a peer.
     let mut alone = Vec::with_capacity(plan.steps.len());
     for (step, node) in plan.steps.iter().zip(&program.nodes) {
         let own = step.loan.is_none() && step.operands.iter().all(|o| matches!(o, Operand::Own(_)));
         let written = node.after_write.iter().all(|&earlier| alone[earlier as usize]);
-        // What overwrites what is sent waits for those who take it.
+        // A step that overwrites memory which an earlier step sends waits until the receivers have released the message.
         let unsent = |&earlier: &u32| alone[earlier as usize] && plan.steps[earlier as usize].send.is_empty();
         alone.push(own && step.into.is_empty() && written && node.after_read.iter().all(unsent));
     }
@@ -138,7 +138,7 @@ fn sends_first(plan: &Plan) -> Result<(), Disagreement> {
     Ok(())
 }
 
-/// The sets of ranks that cannot lend, as bits: all of a small group, some of a larger one.
+/// The sets of ranks to try as those that cannot lend, as bits: all sets of a small group, some of a larger one.
 fn subsets(n: usize) -> Vec<u64> {
     let all = (1u64 << n) - 1;
     if n <= ALL_SUBSETS {
@@ -165,7 +165,7 @@ enum Stage {
     Steps,
 }
 
-/// All ranks at one time. Of each link it is enough to know its first frame: nobody decides by what comes later.
+/// The state of all ranks at one time. Of each link only the first frame matters: no decision depends on later ones.
 #[derive(Clone, PartialEq, Eq, Hash)]
 struct State {
     /// By rank.
@@ -179,9 +179,9 @@ struct State {
 enum Event {
     /// The first frame of this link is sent.
     Send(usize, Frame),
-    /// The first frame of this link, which is this one, is seen by an undecided receiver.
+    /// An undecided receiver sees the first frame of this link, which is of this sort.
     See(usize, Frame),
-    /// This rank has seen all loans that it needs, and has made its own.
+    /// This rank, which has seen all loans that it needs and made its own, folds.
     Fold(Rank),
 }
 
@@ -209,7 +209,7 @@ impl State {
 /// Who lends to whom.
 struct Group {
     n: usize,
-    /// By link (`from * n + to`): whether it begins with a loan, if `from` can lend.
+    /// By link (`from * n + to`): whether `from`, if it can lend, begins with a loan.
     lends: Vec<bool>,
     /// By link: whether `to` needs a loan of `from` before it folds.
     borrows: Vec<bool>,
@@ -254,7 +254,7 @@ impl Group {
         of_links.chain(folds.map(Event::Fold))
     }
 
-    /// Whether ranks have come, at the end or before it, to something that they must not come to.
+    /// Fails if a rank has decided what it must not decide, or is undecided at the end.
     fn judge(&self, state: &State, cannot: u64, is_end: bool) -> Result<(), Disagreement> {
         let ranks = || (0..self.n).filter(|rank| cannot >> rank & 1 == 1).collect();
         for (rank, stage) in state.stages.iter().enumerate() {
@@ -287,10 +287,9 @@ impl Group {
         Ok(())
     }
 
-    /// One order of what can happen: what has to do with these frames is first.
+    /// Tries one order of events: those of frames of the `preferred` sort come first (a fold counts as an event of loans).
     ///
-    /// All that has to do with loans may happen at once, as none of it hinders the rest of it; so may all that has to do with
-    /// messages.
+    /// All possible events of loans may happen at once, as none of them prevents another; so may all events of messages.
     fn try_one(&self, mut state: State, preferred: Frame, cannot: u64) -> Result<(), Disagreement> {
         let is_preferred = |event: &Event| match *event {
             Event::Send(_, frame) | Event::See(_, frame) => frame == preferred,
@@ -312,7 +311,7 @@ mod tests {
     use super::*;
     use crate::{Algo, Kind, Shape, lending, plan};
 
-    /// The plans of loans and of steps of an all_reduce.
+    /// The plans of loans and the step-by-step plans of an all_reduce.
     fn both(algo: Algo, n: usize, in_place: bool) -> (Vec<Plan>, Vec<Plan>) {
         let plans = (0..n).map(|rank| {
             let shape = Shape { n, rank, in_place, ..Shape::default() };
@@ -347,14 +346,14 @@ mod tests {
         assert_eq!(agree(&loans, &steps(Algo::Ring)), Err(Disagreement::Silent { rank: 0, to: 2 }));
         let late = agree(&loans, &steps(Algo::RecursiveDoubling));
         assert!(matches!(late, Err(Disagreement::Late { rank: 0, to: 2, .. })), "{late:?}");
-        // The same steps, with the first message to rank 1 last: it is now the result that goes there.
+        // The same steps, but rank 0's first message to rank 1 moved to the end: the first one is now the result, which waits for peers.
         let mut steps = steps(Algo::Direct);
         let first = steps[0].steps.remove(0);
         steps[0].steps.push(first);
         assert!(matches!(agree(&loans, &steps), Err(Disagreement::Late { rank: 0, to: 1, .. })));
     }
 
-    /// A rank that does not borrow from all folds without those that it does not hear.
+    /// A rank that does not borrow from some peer folds although that peer cannot lend.
     #[test]
     fn a_rank_that_does_not_hear_all_folds_alone() {
         for n in [3, 5] {

@@ -1,39 +1,39 @@
-//! Symbolic values: which contributions, combined in which order. Equal values have equal ids.
+//! Symbolic values: which contributions were combined, and in which order. Equal values have equal ids.
 
 use std::collections::HashMap;
 
 use crate::Rank;
 
-/// Most ranks that can be checked: contributions are bits of a `u128`.
+/// The most ranks that can be checked: a set of contributing ranks is the bits of a `u128`.
 pub(super) const MAX_RANKS: usize = 128;
 
 /// An interned value.
 pub(super) type Id = u32;
 
-/// Memory that holds nothing yet.
+/// The value of memory that holds nothing yet.
 pub(super) const NOTHING: Id = 0;
 
-/// A value of more than one piece of input.
+/// The `piece` of a value that was combined from different pieces of input, or from memory that held nothing.
 const MIXED: u32 = u32::MAX;
 
-/// What there is to know of a value.
+/// What the checker knows of a value.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Value {
     /// Ranks that contributed.
     pub(super) from: u128,
     /// Ranks that contributed more than once.
     pub(super) twice: u128,
-    /// Which piece (chunk and slice) of their input.
+    /// Which piece (chunk and slice) of their input they contributed, or [`MIXED`].
     pub(super) piece: u32,
-    /// Finished once, at the end.
+    /// Whether the last thing that happened to it was that it was finished.
     pub(super) finished: bool,
-    /// Finished, and then combined or finished again.
+    /// Whether it, or one of its operands, was finished and then combined or finished again.
     pub(super) spoiled: bool,
-    /// Holds something that was never written.
+    /// Whether it was made of memory that held nothing.
     pub(super) nothing: bool,
-    /// Lower ranks come before higher ones, all through.
+    /// Whether all contributions were combined in rank order, lower ranks first.
     pub(super) ordered: bool,
-    /// How many combinations lie upon each other; 0: a piece of input.
+    /// How deep combinations are nested; 0: a piece of input.
     pub(super) depth: u32,
 }
 
@@ -45,7 +45,7 @@ pub(super) struct Values {
 }
 
 impl Values {
-    /// The inputs of `n` ranks of `pieces` pieces each.
+    /// The inputs of `n` ranks, of `pieces` pieces each.
     pub(super) fn new(n: usize, pieces: u32) -> Values {
         let blank = Value {
             from: 0,
@@ -64,7 +64,7 @@ impl Values {
         Values { values, combined: HashMap::new(), pieces }
     }
 
-    /// A piece of a rank's input.
+    /// The id of a piece of a rank's input.
     pub(super) fn input(&self, rank: Rank, piece: u32) -> Id {
         1 + rank as u32 * self.pieces + piece
     }
@@ -74,7 +74,7 @@ impl Values {
         &self.values[id as usize]
     }
 
-    /// Operands combined in this order, and finished or not.
+    /// The value of these operands combined in this order, and then finished if `finish` says so.
     pub(super) fn combine(&mut self, operands: &[Id], finish: bool) -> Id {
         let id = match operands {
             [one] => *one,
@@ -106,7 +106,8 @@ impl Values {
         })
     }
 
-    /// A combination has two operands or more; a key of one is a finishing.
+    /// The id of the value with this key, which `make` makes if it is new. The key of a combination is its operands, two or
+    /// more; the key of a finished value is the one value that was finished.
     fn intern(&mut self, key: &[Id], make: impl FnOnce(&Values) -> Value) -> Id {
         if let Some(&id) = self.combined.get(key) {
             return id;

@@ -4,7 +4,7 @@ use std::fmt;
 
 use crate::{At, Rank};
 
-/// The first thing found wrong.
+/// The first fault that was found.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Fault {
     /// The plans do not belong together: sizes, ranks, slots or layouts.
@@ -15,7 +15,7 @@ pub enum Fault {
         /// What about it.
         what: String,
     },
-    /// A step that means nothing: no operands, a chunk that does not exist, a bad send set, a loan to itself.
+    /// A step without a meaning: no operands, a chunk that does not exist, a bad send set, a loan of a rank to itself.
     #[error("rank {rank}, step {step}: {what}")]
     Malformed {
         /// Whose plan.
@@ -25,7 +25,7 @@ pub enum Fault {
         /// What about it.
         what: &'static str,
     },
-    /// A message that nobody receives.
+    /// A message or a loan that nobody receives.
     #[error("rank {from}, step {step}: rank {to} has no receive for this message")]
     Unreceived {
         /// The sender.
@@ -35,17 +35,17 @@ pub enum Fault {
         /// Who should have received it.
         to: Rank,
     },
-    /// A receive of what nobody sends.
+    /// A receive, or the use of a loan, for which the other rank sends or lends nothing.
     #[error("rank {to}, step {step}: rank {from} sends nothing for this receive")]
     Unsent {
-        /// Who should have sent it.
+        /// The rank that sends nothing.
         from: Rank,
         /// The receiver.
         to: Rank,
         /// The receiver's step.
         step: usize,
     },
-    /// A message that meets a step that borrows, or a loan that meets a step that receives.
+    /// A message whose place on the link belongs to a step that borrows, or a loan whose place belongs to a step that receives.
     #[error(
         "rank {from}, step {step}: a {} in its step {receiver}",
         if *.is_loan { format!("loan that rank {to} receives as a message") } else { format!("message that rank {to} takes for a loan") }
@@ -62,8 +62,8 @@ pub enum Fault {
         /// Whether `from` lends and `to` receives; otherwise `from` sends and `to` borrows.
         is_loan: bool,
     },
-    /// A chunk that is out on loan is touched by its owner: written, or read although the borrower may write it, or lent again
-    /// so that two ranks would hold it. What a step waits for ([`crate::StepNode`]) should make this impossible.
+    /// A rank touches a chunk that it has lent: it writes the chunk, reads it although the borrower may write it, or lends it again
+    /// although one of the borrowers may write it. What steps wait for ([`crate::StepNode`]) should make this impossible.
     #[error("rank {rank}, {at}: touched while it is lent to rank {by}")]
     Held {
         /// Whose chunk, and who touches it.
@@ -80,7 +80,7 @@ pub enum Fault {
         rank: Rank,
         /// Which step.
         step: usize,
-        /// Elements of the operation at which they differ.
+        /// The operation's `count` at which the lengths differ.
         count: usize,
         /// Elements of the step itself.
         own: usize,
@@ -98,7 +98,7 @@ pub enum Fault {
         slices: usize,
         /// The first unfinished step of each rank that has one.
         waits: Vec<Wait>,
-        /// Whether links that store messages would hide it.
+        /// Whether the plans would come to their end on links that store messages.
         hidden_by_buffering: bool,
     },
     /// A result without a rank's contribution.
@@ -121,7 +121,7 @@ pub enum Fault {
         /// Whose contribution.
         of: Rank,
     },
-    /// A result that is of other chunks or ranks than it should be, or of memory that holds nothing yet.
+    /// A result made of other chunks or ranks than it should be, or of memory that held nothing.
     #[error("rank {rank}, {at}: wrong data")]
     Content {
         /// Who holds the result.
@@ -132,14 +132,14 @@ pub enum Fault {
     /// Two ranks hold the same result with different bits: the operands were combined in another order.
     #[error("ranks {rank} and {other}, {at}: not combined in the same order")]
     Bits {
-        /// One of them.
+        /// One of the two ranks.
         rank: Rank,
-        /// The other.
+        /// The other rank.
         other: Rank,
         /// Where.
         at: At,
     },
-    /// A result of a scan that is not combined in rank order, which is part of what a scan is.
+    /// A result of a scan that is not combined in rank order, as the definition of a scan requires.
     #[error("rank {rank}, {at}: not combined in rank order")]
     Order {
         /// Who holds the result.
@@ -157,7 +157,7 @@ pub enum Fault {
         rank: Rank,
         /// Where.
         at: At,
-        /// Whether it was finished too early or too often (or never).
+        /// `true`: it was finished too early or too often; `false`: it was never finished.
         too_much: bool,
     },
     /// Memory that should be unchanged is not.
@@ -186,13 +186,13 @@ pub struct Wait {
 /// What a step waits for.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum On {
-    /// An earlier step of the same rank, by their memory.
+    /// An earlier step of the same rank that uses the same memory.
     Step(usize),
     /// A message from a rank.
     From(Rank),
     /// A rank that has not taken its message.
     To(Rank),
-    /// A loan of a rank.
+    /// A loan from a rank.
     Loan(Rank),
     /// A rank that has not given back what it was lent.
     Back(Rank),

@@ -1,4 +1,4 @@
-//! What each collective promises, and whether it is so.
+//! What each collective promises to have in memory at the end, and the check that it is there.
 
 use super::Fault;
 use super::expr::{Id, MAX_RANKS, NOTHING, Value, Values};
@@ -20,11 +20,11 @@ pub(super) struct Goal {
 enum Due {
     /// Anything.
     Free,
-    /// What was there before.
+    /// What was there at the start.
     Unchanged,
     /// This chunk of this rank's input.
     Copy(Rank, u32),
-    /// This chunk of the input of the ranks below this one.
+    /// The reduction of this chunk of the inputs of all ranks below this number.
     Reduced(u32, Rank),
 }
 
@@ -37,7 +37,7 @@ pub(super) struct Order {
 }
 
 impl Goal {
-    /// One plan a rank, with the layouts of the collective.
+    /// The goal of these plans, if there is one plan for each rank and the slots have the layouts that the collective requires.
     pub(super) fn new(kind: Kind, root: Rank, in_place: bool, plans: &[Plan]) -> Result<Goal, Fault> {
         let n = plans.len();
         if n == 0 || n > MAX_RANKS || root >= n {
@@ -93,7 +93,7 @@ impl Goal {
         right == (input, output)
     }
 
-    /// Elements of a chunk of a table, as the collective has it: counts that differ, some of them 0.
+    /// Elements of a chunk of a table. The checker makes up the counts: they vary from rank to rank, and some are 0.
     pub(super) fn count_at(&self, rank: Rank, at: At) -> usize {
         let (chunk, root) = (at.chunk as Rank, rank == self.root);
         let of = |rank: Rank| [3, 0, 5, 1, 4, 0, 2][rank % 7] + 6 * (rank / 7);
@@ -112,7 +112,7 @@ impl Goal {
         }
     }
 
-    /// Pieces of one rank's input.
+    /// Number of pieces (slices of chunks) of one rank's input.
     pub(super) fn pieces(&self, plans: &[Plan], slices: usize) -> u32 {
         let chunks = match self.kind {
             Kind::AllGather | Kind::Gather => 1,
@@ -121,7 +121,7 @@ impl Goal {
         chunks * slices as u32
     }
 
-    /// The input that a piece of memory holds at the start: whose, and which chunk of it.
+    /// The input that a piece of memory holds at the start: the rank, and the chunk of that rank's input.
     fn input_at(&self, rank: Rank, at: At) -> Option<(Rank, u32)> {
         let mine = if self.in_place { OUTPUT } else { INPUT };
         let own = (at.chunk as Rank == rank).then_some((rank, 0));
@@ -134,7 +134,7 @@ impl Goal {
         }
     }
 
-    /// Memory at the start.
+    /// The memory of all ranks at the start.
     pub(super) fn before(&self, plans: &[Plan], slices: usize, values: Values) -> Memory {
         let mut memory = Memory { cells: Vec::new(), base: Vec::with_capacity(self.n), slices, values };
         for (rank, plan) in plans.iter().enumerate() {
@@ -154,7 +154,7 @@ impl Goal {
         memory
     }
 
-    /// Memory at the end, piece by piece.
+    /// Checks all ranks' memory at the end, piece by piece.
     pub(super) fn reached(&self, plans: &[Plan], slices: usize, end: &Memory) -> Result<Order, Fault> {
         let mut order = Order { in_order: true, one_step: true };
         for (rank, plan) in plans.iter().enumerate() {
@@ -193,7 +193,7 @@ impl Goal {
             Due::Reduced(chunk, below) => {
                 let value = end.values.get(id);
                 self.reduced(rank, at, value, piece(chunk), below)?;
-                // In which order a token heard of whom is nothing to anybody.
+                // The order in which a barrier combines its tokens does not matter.
                 if self.kind != Kind::Barrier {
                     order.in_order &= value.ordered;
                     order.one_step &= value.ordered && value.depth <= 1;
@@ -203,7 +203,7 @@ impl Goal {
         }
     }
 
-    /// What must be where at the end.
+    /// What a piece of memory must hold at the end.
     fn due(&self, rank: Rank, at: At) -> Due {
         let root = rank == self.root;
         if at.slot != OUTPUT {
@@ -257,8 +257,8 @@ impl Goal {
         Ok(())
     }
 
-    /// Every rank holds the same expression. (A reduce and a reduce_scatter leave each result with one
-    /// rank; in a barrier all orders of an "or" are the same.)
+    /// Checks that every rank holds the same expression. (The other reductions need no such check: in a reduce, a reduce_scatter and
+    /// a scan each result is on one rank only, and in a barrier the order of the "or" does not matter.)
     fn same_bits(&self, plans: &[Plan], slices: usize, end: &Memory) -> Result<(), Fault> {
         for chunk in 0..plans[0].slots[OUTPUT as usize].chunks() {
             let at = At { slot: OUTPUT as Slot, chunk };

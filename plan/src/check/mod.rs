@@ -1,23 +1,23 @@
 //! A symbolic checker: do the plans of all ranks together do what the collective promises?
 //!
-//! Values are expressions: which contributions, combined in which order. The plans are run as
-//! [`crate::compile`] describes, with 1, 2 and 3 slices a chunk, over links that **store nothing**: a
-//! message is handed over when its receiver is at it and its sender has it ready, slice by slice, and where no rank has a hand
-//! once more all slices of a message as one ([`super::compile::goes_whole`]). What ends under these
-//! rules ends on every link, whatever it buffers, and with every timing: each link has one sender and one
-//! receiver that use it in orders fixed by their plans, so all schedules come to the same (Kahn, "The
+//! Values are expressions: which contributions were combined, and in which order. The plans are run as
+//! [`crate::compile`] describes, with 1, 2 and 3 slices a chunk, over links that **store nothing**: a slice of a
+//! message is handed over when its receiver waits for it and its sender has it ready. If no rank's plan has a hand, the plans
+//! are run once more with all slices of a message handed over as one ([`super::compile::goes_whole`]). Plans that end under
+//! these rules end on every link, whatever it buffers, and with every timing: each link has one sender and one
+//! receiver that use it in orders fixed by their plans, so all schedules have the same outcome (Kahn, "The
 //! semantics of a simple language for parallel programming", 1974).
 //!
-//! Of plans of loans ([`super::lending()`]) it also sees that a lender leaves alone what is out on loan. What one rank lends is
-//! all that another can touch of its memory, so each piece of memory has one holder at a time. That all ranks take the plans of
-//! loans, or none does, is another question: see [`agree`].
+//! In plans of loans ([`super::lending()`]) it also checks that a lender does not touch what it has lent. A rank can touch no
+//! memory of another but what it was lent, so while one rank may write a piece of memory, no other touches it. Whether either all
+//! ranks take the plans of loans or none does is another question: see [`agree`].
 //!
-//! Then every piece of every rank's memory is looked at: each result has every contribution that it should exactly
-//! once and no other, all who hold a result hold the same expression (the same bits), it was finished exactly once
-//! (in a scan: never), and what must not be written was not.
+//! At the end every piece of every rank's memory is checked: each result has exactly once every contribution that it should
+//! have, and no other; all ranks that hold the same result hold the same expression (the same bits); it was finished exactly
+//! once (in a scan: never); and what must not be written is unchanged.
 //!
-//! Lengths are compared for several counts; where each rank has a count of its own ([`super::Layout::Table`]), for
-//! counts that all differ and some of which are 0.
+//! Lengths are compared for several counts. Where each rank has a count of its own ([`super::Layout::Table`]), they are compared
+//! for one set of counts, which vary from rank to rank, and some of which are 0.
 
 mod agreement;
 mod expr;
@@ -38,20 +38,20 @@ use self::net::Net;
 use self::run::{Mode, Run};
 use super::{Kind, Plan, Rank};
 
-/// What was found out about plans that are right.
+/// Properties of plans in which no fault was found.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Properties {
     /// Steps of all ranks.
     pub steps: usize,
     /// Messages between all ranks, loans among them.
     pub messages: usize,
-    /// The longest chain of messages, each of which needs the one before. A loan is one, and what is written into it another, on
-    /// its way back.
+    /// The longest chain of messages, each of which needs the one before. A loan counts as one message, and a result that is
+    /// written into it as another.
     pub hops: usize,
-    /// Elements sent (not lent) by the rank that sends most, for each element of the operation's count. (With a count for each
-    /// rank: the elements themselves, with the counts that the checker takes.)
+    /// Elements sent (not lent) by the rank that sends most, divided by the operation's count. (If each rank has a count of its
+    /// own: not divided, for the counts that the checker takes.)
     pub sent: f64,
-    /// Whether steps must be gathered in a hand before their `dst` is free: an executor that starts each
+    /// Whether some step must gather its operands in a hand before its `dst` is free: an executor that starts each
     /// step only when it may also store the result would deadlock.
     pub needs_hand: bool,
     /// Whether every result is combined in rank order, lower ranks first.
@@ -62,7 +62,7 @@ pub struct Properties {
 
 /// Check the plans of all ranks, `plans[rank]`, with 1, 2 and 3 slices a chunk.
 ///
-/// The other ranks' blocks in a reduce_scatter in place are not looked at: an algorithm may use them.
+/// In a reduce_scatter in place, what other ranks' blocks hold at the end is not checked: an algorithm may overwrite them.
 ///
 /// # Errors
 /// The first [`Fault`] found.
@@ -113,8 +113,8 @@ pub fn check_slices(
     for slices in 1..=slices {
         let mode = Mode { slices, eager: false, strict: false, whole: false };
         let done = ends(mode)?;
-        // What ends although messages wait as long as they can ends with parts of any length. (Of a step with several messages
-        // to receive this run takes each as it comes; the executor, all when they are there.)
+        // Plans that end although each message waits until all its slices are there also end if messages go in parts of any
+        // length. (If a step receives several messages, this run takes each as it comes; the executor takes them when all are there.)
         if !has_hand {
             ends(Mode { whole: true, ..mode })?;
         }

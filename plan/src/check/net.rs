@@ -1,44 +1,44 @@
-//! The plans of all ranks as one graph, and the checks that need no run: form, pairing, lengths.
+//! The plans of all ranks as one graph, and the checks that need no run: form of steps, pairing of messages, lengths.
 
 use super::Fault;
 use super::goal::Goal;
 use crate::{At, Layout, Loan, Operand, Plan, Program, Rank, Step};
 
-/// A message as its sender knows it: global step, and which of its sends (of a loan: 0).
+/// A message as its sender knows it: the global number of the step, and the index in the step's `send` (of a loan: 0).
 pub(super) type Sent = (u32, u32);
 
-/// A loan as its borrower knows it: who lends, and which message of the link it is.
+/// A loan as its borrower knows it: the lender, and the number of the loan among the messages of the link.
 pub(super) type Borrow = (Rank, u32);
 
-/// Whose memory, and which.
+/// A chunk of a rank's memory.
 type Piece = (Rank, At);
 
 /// All ranks' programs, with steps numbered across ranks, and who talks to whom.
 pub(super) struct Net<'a> {
-    /// What knows the lengths of tables.
+    /// Gives the lengths of the chunks of tables.
     goal: &'a Goal,
     /// Ranks.
     pub(super) n: usize,
-    /// Per rank.
+    /// Per rank, its compiled plan.
     pub(super) programs: Vec<Program>,
-    /// Per rank, the number of its first step; and the number of all.
+    /// Per rank, the number of its first step; at the end, the number of all steps.
     pub(super) base: Vec<u32>,
     /// Per step, its rank.
     pub(super) rank: Vec<u32>,
-    /// Per link (`from * n + to`), its messages. Loans are among them.
+    /// Per link (`from * n + to`), its messages, including loans.
     pub(super) sends: Vec<Vec<Sent>>,
-    /// Per link, the steps that receive or borrow them.
+    /// Per link, the steps that receive or borrow these messages, in the same order.
     pub(super) recvs: Vec<Vec<u32>>,
-    /// Per step and operand, which message of its link a receive or a loan is.
+    /// Per step and operand, the number of the received or lent message on its link (for our own memory: 0).
     pub(super) ordinal: Vec<Vec<u32>>,
-    /// Per step, what it borrows: each lender once.
+    /// Per step, the loans that it borrows: one for each lender.
     pub(super) borrows: Vec<Vec<Borrow>>,
     /// Per step, later steps of the same rank that may wait for it.
     pub(super) dependents: Vec<Vec<u32>>,
 }
 
 impl<'a> Net<'a> {
-    /// Number the steps and pair the messages; the plans are of one size and in rank order.
+    /// Numbers the steps and pairs the messages. The plans must be for one group, in rank order.
     pub(super) fn new(plans: &[Plan], goal: &'a Goal) -> Result<Net<'a>, Fault> {
         let n = plans.len();
         plans.iter().try_for_each(well_formed)?;
@@ -79,7 +79,7 @@ impl<'a> Net<'a> {
         Ok(net)
     }
 
-    /// Numbers what a step receives and borrows among the messages of the links.
+    /// Gives each message and loan that a step takes its number among the messages of its link.
     fn receives(&mut self, rank: Rank, g: u32, step: &Step) {
         let n = self.n;
         let mut next = |from: Rank| {
@@ -121,7 +121,7 @@ impl<'a> Net<'a> {
         &self.programs[rank].plan.steps[i]
     }
 
-    /// Elements that a rank sends of an operation of `count`, the most of all ranks.
+    /// Elements sent by the rank that sends most, in an operation of `count` elements.
     pub(super) fn most_sent(&self, count: usize) -> usize {
         let sent = |rank: usize| -> usize {
             let steps = self.base[rank]..self.base[rank + 1];
@@ -150,7 +150,7 @@ impl<'a> Net<'a> {
         Ok(())
     }
 
-    /// The operands, the result, the messages and the loans of every step have one length, whatever the count.
+    /// Checks that the operands, the result, the messages and the loans of each step have the same length, whatever the count.
     fn lengths_agree(&self) -> Result<(), Fault> {
         let n = self.n;
         let counts = [0, 1, n - 1, n, n + 1, 3 * n + 2];
@@ -160,7 +160,7 @@ impl<'a> Net<'a> {
             let operands =
                 self.step(g).operands.iter().enumerate().filter_map(|(k, operand)| match *operand {
                     Operand::Own(at) => Some((rank, at)),
-                    // The chunk of a step that lends is what may be read.
+                    // For a step that lends, `chunk` is the chunk that may be read.
                     Operand::Recv(from) | Operand::Lent(from) => {
                         self.chunk(self.sender(from, rank, self.ordinal[g as usize][k]))
                     }
@@ -188,8 +188,8 @@ impl<'a> Net<'a> {
         self.sends[from * self.n + to][message as usize].0
     }
 
-    /// The chunk whose length a step has: its `dst`, an own operand or what it lends for reading, or, of one that only passes on
-    /// what it receives or reads from a loan, that of the first of these.
+    /// A chunk that has the length of a step's result: its `dst`, an operand in our own memory, or what it lends for reading. If it
+    /// has none of these, the chunk of the step that sends or lends its first operand.
     fn chunk(&self, mut g: u32) -> Option<Piece> {
         for _ in 0..=self.steps() {
             let (rank, _) = self.place(g);
@@ -200,14 +200,14 @@ impl<'a> Net<'a> {
             let (Operand::Recv(from) | Operand::Lent(from)) = step.operands[0] else { return None };
             g = self.sender(from, rank, self.ordinal[g as usize][0]);
         }
-        None // passed on in a circle: a deadlock
+        None // steps that pass their operands on in a circle: a deadlock, which the run finds
     }
 
     fn layout(&self, (rank, at): Piece) -> Layout {
         self.programs[rank].plan.slots[at.slot as usize]
     }
 
-    /// Whether two pieces have one length without a look at it.
+    /// Whether two pieces have the same length for every count, as they are the same chunk of the same layout.
     fn alike(&self, one: Piece, other: Piece) -> bool {
         let layout = self.layout(one);
         layout == self.layout(other)

@@ -1,12 +1,11 @@
-//! Runs all plans at once, symbolically: what [`crate::compile`] says an executor does, over links
+//! Runs all plans at once, symbolically, as [`crate::compile`] says that an executor does, over links
 //! that store nothing.
 //!
-//! It is a Kahn network (each link has one sender and one receiver, in orders fixed by the plans), so the
-//! outcome does not depend on the order in which steps are tried. A worklist holds the steps whose
-//! circumstances have changed.
+//! The plans are a Kahn network (each link has one sender and one receiver, which use it in orders fixed by their plans), so
+//! the outcome does not depend on the order in which steps are tried. A worklist holds the steps that may be able to go on.
 //!
-//! Loans store nothing either, in no mode: the borrower works in the lender's memory. The way of the loan to the borrower counts
-//! as a message, and the way back of what the borrower wrote as another.
+//! A loan is not stored in a link in any mode: the borrower works in the lender's memory. For the number of hops, the loan counts
+//! as a message to the borrower, and what the borrower writes into it as a message back.
 
 use std::collections::{HashMap, VecDeque};
 
@@ -25,37 +24,37 @@ pub(super) struct Mode {
     pub(super) slices: usize,
     /// Links store whatever is sent, without limit. Loans are not stored.
     pub(super) eager: bool,
-    /// A combining step or an early copy, too, starts only when its `dst` is free: no hand before that.
+    /// Combining steps and early copies, too, start only when their `dst` is free, so no result waits for it in a hand.
     pub(super) strict: bool,
-    /// A message is sent only when all its slices are there, and released when all are taken. A chunk is lent only when all its
-    /// slices may be lent, and is back when all are given back.
+    /// A message is sent only when all its slices are there, and released when all of them are taken. A chunk is lent only when
+    /// all its slices may be lent, and counts as given back when all of them are.
     pub(super) whole: bool,
 }
 
 struct State {
     holds: Holds,
-    /// Slices that are done (of a source: that may be read; of a loan: that were given back).
+    /// Slices that are done. For a step that only sends from memory: slices that may be sent; for a loan: that were given back.
     computed: usize,
-    /// Slices whose sends are all taken, and which are computed.
+    /// Slices that are computed, and that all receivers have taken.
     released: usize,
-    /// Of a loan: slices that the borrower may use, or has used.
+    /// For a loan: slices that the borrower may use or has used.
     offered: usize,
-    /// Operands of the slice in work.
+    /// The operands gathered so far for the slice that the step is at.
     gathered: Vec<Id>,
-    /// The longest chain of messages behind them.
+    /// The longest chain of messages that led to these operands.
     hops: u32,
-    /// The result of the slice in work, when all is gathered.
+    /// The result of the slice that the step is at, once all operands are gathered.
     hand: Option<Valued>,
-    /// Sends of each slice not yet taken.
+    /// For each slice, how many receivers have not yet taken it.
     untaken: Vec<usize>,
 }
 
 #[derive(Default)]
 struct Link {
-    /// Messages taken from the sender so far, and slices of the next one.
+    /// Messages taken from the sender so far, and (`slice`) slices taken of the next one.
     message: usize,
     slice: usize,
-    /// With eager links: what is stored.
+    /// In an eager run: what was taken from the sender and not yet received.
     stored: VecDeque<Valued>,
 }
 
@@ -63,13 +62,13 @@ struct Link {
 pub(super) struct Run<'a> {
     net: &'a Net<'a>,
     mode: Mode,
-    /// What memory holds.
+    /// The memory of all ranks.
     pub(super) memory: Memory,
     states: Vec<State>,
     links: Vec<Link>,
     work: Vec<u32>,
     queued: Vec<bool>,
-    /// The cells of memory that are out on loan: to whom, and whether to be written.
+    /// By cell of memory that is out on loan: the borrowers, and whether each may write it.
     lent: HashMap<usize, Vec<(Rank, bool)>>,
     /// The first touch of a cell by its owner while it was out on loan.
     pub(super) held: Option<Fault>,
@@ -78,7 +77,7 @@ pub(super) struct Run<'a> {
 }
 
 impl<'a> Run<'a> {
-    /// Run to the end, or to where nothing moves.
+    /// Runs all plans to their end, or until no step can go on.
     pub(super) fn new(net: &'a Net<'a>, mode: Mode, memory: Memory) -> Run<'a> {
         let state = |g: u32| State {
             holds: net.step(g).holds(),
@@ -119,7 +118,7 @@ impl<'a> Run<'a> {
         (0..self.net.n).filter_map(unfinished).map(|g| self.wait(g)).collect()
     }
 
-    /// Do all that a step can do now.
+    /// Does all that a step can do now.
     fn advance(&mut self, g: u32) {
         let (rank, i) = self.net.place(g);
         let step = &self.net.programs[rank].plan.steps[i];
@@ -157,7 +156,7 @@ impl<'a> Run<'a> {
                     let state = &mut self.states[g as usize];
                     state.hand = None;
                     state.computed += 1;
-                    // What is sent was released by the last taker.
+                    // If the slice was sent, `take` counted it as released when the last receiver took it.
                     if step.send.is_empty() {
                         state.released += 1;
                     }
@@ -183,7 +182,7 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// The result of a slice, if all its operands are to be had, and the loans that it is written into.
+    /// The result of a slice, if all its operands and all loans that it is written into are there.
     fn combine(&mut self, rank: Rank, g: u32, slice: usize) -> Option<Valued> {
         let net = self.net;
         let step = net.step(g);
@@ -202,7 +201,7 @@ impl<'a> Run<'a> {
         Some((id, std::mem::take(&mut state.hops)))
     }
 
-    /// Offers every slice of a loan that earlier steps are done with.
+    /// Offers the borrower every slice of a loan that no earlier step uses any more.
     fn lend(&mut self, rank: Rank, g: u32, loan: Loan) {
         let (_, i) = self.net.place(g);
         loop {
@@ -221,7 +220,7 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// The first rank whose loan a step must still wait for.
+    /// The first rank whose loan of this slice the step must still wait for.
     fn missing_loan(&self, rank: Rank, g: u32, slice: usize) -> Option<Rank> {
         let mut borrows = self.net.borrows[g as usize].iter();
         borrows.find(|&&(from, message)| self.lender(from, rank, message, slice).is_none()).map(|b| b.0)
@@ -239,7 +238,7 @@ impl<'a> Run<'a> {
         is_offered.then_some(lender)
     }
 
-    /// Writes a step's result where lenders want it, and gives this slice of all that the step borrows back.
+    /// Writes a step's result into the loans that its `into` names, and gives back this slice of all loans that it borrows.
     fn give_back(&mut self, rank: Rank, g: u32, slice: usize, value: Valued) {
         let net = self.net;
         for &(from, message) in &net.borrows[g as usize] {
@@ -271,7 +270,7 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// Operand k, if it is to be had: our own memory, or the message or the loan at the head of its link.
+    /// Operand k, if it is there: our own memory, or the message or the loan at the head of its link.
     fn operand(&mut self, rank: Rank, g: u32, k: usize, slice: usize) -> Option<Valued> {
         let net = self.net;
         let from = match net.step(g).operands[k] {
@@ -288,7 +287,7 @@ impl<'a> Run<'a> {
         };
         let link = from * net.n + rank;
         if self.mode.eager {
-            // Stored in order, and popped in order: what is in front is ours if the count says so.
+            // The link stores slices in order: the one in front is ours if its number on the link is.
             let l = &mut self.links[link];
             let front = l.message * self.mode.slices + l.slice - l.stored.len();
             let ours = net.ordinal[g as usize][k] as usize * self.mode.slices + slice;
@@ -303,7 +302,7 @@ impl<'a> Run<'a> {
         self.take(link)
     }
 
-    /// Take the message at the head of a link from its sender, if it is ready.
+    /// Takes the next slice of the message at the head of a link from its sender, if it is ready.
     fn take(&mut self, link: usize) -> Option<Valued> {
         let whole = self.mode.whole;
         let head = &self.links[link];
@@ -351,7 +350,7 @@ impl<'a> Run<'a> {
         Some((id, hops + 1))
     }
 
-    /// A step has something new to send.
+    /// Tells the receivers of a step that it has something new to send.
     fn offer(&mut self, rank: Rank, g: u32) {
         let net = self.net;
         for &to in &net.step(g).send {
@@ -361,7 +360,7 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// The slice at the head of a link is taken, or given back.
+    /// Moves a link to its next slice: that at its head has been taken, or given back.
     fn next_slice(&mut self, link: usize) {
         let head = &mut self.links[link];
         head.slice += 1;
@@ -370,7 +369,7 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// An eager link stores what its sender has ready, up to the next loan.
+    /// In an eager run: stores in the link all that its sender has ready, up to the next loan.
     fn store(&mut self, link: usize) {
         while self.mode.eager
             && let Some(value) = self.take(link)
@@ -379,7 +378,7 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// The step that receives what is at the head of a link, or in front of its store.
+    /// Wakes the step that receives the next slice of a link, whether that slice is stored or not.
     fn wake_receiver(&mut self, link: usize) {
         let l = &self.links[link];
         let message = (l.message * self.mode.slices + l.slice - l.stored.len()) / self.mode.slices;
@@ -399,8 +398,8 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// A rank is about to read or write a piece of its own memory. What a borrower may write is not to be touched, and what a
-    /// borrower may only read is not to be written.
+    /// Notes a fault if a rank that is about to read or write a piece of its own memory must not: it must not touch what a borrower
+    /// may write, and must not write what a borrower may read.
     fn touch(&mut self, rank: Rank, at: At, slice: usize, writes: bool) {
         let holders = self.lent.get(&self.memory.index(rank, at, slice));
         let holder = holders.and_then(|all| all.iter().find(|&&(_, written)| written || writes));
@@ -419,7 +418,7 @@ impl<'a> Run<'a> {
         self.memory.cells[self.memory.index(rank, at, slice)]
     }
 
-    /// The earlier step (of the rank) that keeps a slice from being gathered.
+    /// The earlier step of the same rank for which step `i` must wait before it gathers this slice.
     fn blocked_at_start(&self, rank: Rank, i: usize, slice: usize) -> Option<u32> {
         let program = &self.net.programs[rank];
         let base = self.net.base[rank];
@@ -433,7 +432,7 @@ impl<'a> Run<'a> {
             .or_else(|| if early { None } else { self.blocked_by_readers(rank, i, slice) })
     }
 
-    /// The earlier step (of the rank) that keeps a slice from being stored.
+    /// The earlier step of the same rank for which step `i` must wait before it stores this slice.
     fn blocked_by_readers(&self, rank: Rank, i: usize, slice: usize) -> Option<u32> {
         let base = self.net.base[rank];
         let unread = |s: &&u32| {
@@ -482,7 +481,7 @@ impl<'a> Run<'a> {
     }
 }
 
-/// What a loan holds of its lender's memory, and whether to be written: each chunk once.
+/// The chunks of the lender's memory that a loan covers, each once, and whether the borrower may write it.
 fn cells(loan: Loan) -> impl Iterator<Item = (At, bool)> {
     let only_read = (loan.read != loan.write).then_some((loan.read, false));
     only_read.into_iter().chain([(loan.write, true)])

@@ -1,4 +1,4 @@
-//! What every plan keeps to, and what is made of it.
+//! Rules that every plan keeps, what `compile` makes of plans, and the choice of an algorithm.
 
 use super::*;
 use crate::check::check;
@@ -30,7 +30,7 @@ fn layouts_cut_without_overlap() {
     }
 }
 
-/// A reduce_scatter in place keeps the other ranks' blocks by `direct`, as `plan` says.
+/// In place, a reduce_scatter by `direct` leaves the other ranks' blocks as they are, as the docs of `plan` say.
 #[test]
 fn direct_reduce_scatter_writes_only_its_own_block() {
     for plan in plans(Kind::ReduceScatter, Algo::Direct, 7, 0, true) {
@@ -39,7 +39,7 @@ fn direct_reduce_scatter_writes_only_its_own_block() {
     }
 }
 
-/// In place nothing touches the input slot; nothing writes it; a ring talks to neighbours only; what is lent is used.
+/// In place no step reads the input slot; no step ever writes it; in a ring a rank sends only to its right neighbour; scratch is used.
 #[test]
 fn plans_keep_to_their_memory_and_neighbours() {
     for kind in Kind::ALL {
@@ -58,7 +58,7 @@ fn plans_keep_to_their_memory_and_neighbours() {
                     let near = |to: &usize| *to == (plan.rank + 1) % 6;
                     assert!(algo != Algo::Ring || step.send.iter().all(near), "{kind}");
                 }
-                // A ring lends a place for a sum of its own block too, which comes to lie elsewhere.
+                // The ring of ScatterAllGather has scratch for all chunks, but a rank stores no sum of the chunk that starts at it.
                 let unused = lent.iter().filter(|used| !**used).count();
                 assert!(unused <= usize::from(algo == Algo::ScatterAllGather), "{kind} by {algo}: {lent:?}");
             }
@@ -66,12 +66,13 @@ fn plans_keep_to_their_memory_and_neighbours() {
     }
 }
 
-/// An executor knows the length of a step by the memory of ours that it names.
+/// Every step names a chunk of its rank's own memory: an executor takes the step's length from that chunk.
 #[test]
 fn every_step_names_memory_of_its_own() {
     for kind in Kind::ALL {
-        for (algo, root, in_place) in (1..=9).flat_map(|n| cases(kind, n)) {
-            for plan in plans(kind, algo, 9, root, in_place) {
+        let cases = (1..=9).flat_map(|n| cases(kind, n).map(move |case| (n, case)));
+        for (n, (algo, root, in_place)) in cases {
+            for plan in plans(kind, algo, n, root, in_place) {
                 for step in &plan.steps {
                     let own = step.operands.iter().any(|o| matches!(o, Operand::Own(_)));
                     assert!(own || step.dst.is_some(), "{kind} by {algo}: {step:?}");
@@ -81,7 +82,7 @@ fn every_step_names_memory_of_its_own() {
     }
 }
 
-/// The few dependencies that `compile` keeps imply all that list order asks for.
+/// The few dependencies that `compile` keeps imply every ordering that the list requires.
 #[test]
 fn dependencies_imply_list_order() {
     for kind in Kind::ALL {
@@ -109,7 +110,7 @@ fn implied(plan: &Plan) {
             let waw = earlier.dst.is_some() && earlier.dst == step.dst;
             let war = step.dst.is_some_and(|at| reads(earlier, at) || earlier.dst == Some(at));
             assert!(reach[i] || !(raw || waw || war), "step {j} must come after step {i}: {plan:?}");
-            // Whoever overwrites what is being sent waits for its release, unless someone before it did.
+            // A step that overwrites what is being sent waits for its release, unless a step between the two has overwritten it.
             let lends = war && !earlier.send.is_empty();
             let through = (i + 1..j).any(|m| plan.steps[m].dst == step.dst);
             assert!(!lends || through || node.after_read.contains(&(i as u32)), "{j} after {i}: {plan:?}");

@@ -13,14 +13,14 @@ fn own(chunk: u32) -> Operand {
     Operand::Own(out(chunk))
 }
 
-/// Plans of all ranks over a slot of `parts` chunks, in place, from their steps.
+/// In-place plans of all ranks, with these steps, over slots of `parts` chunks.
 fn by_hand<const N: usize>(parts: u32, steps: [Vec<Step>; N]) -> Vec<Plan> {
     let slots = vec![Layout::Split { parts }; 2];
     let plan = |(rank, steps)| Plan { size: N, rank, slots: slots.clone(), steps };
     steps.into_iter().enumerate().map(plan).collect()
 }
 
-/// The fault in an in-place plan after `breaking` it.
+/// The fault that the checker finds in in-place plans after `breaking` them.
 fn fault(kind: Kind, algo: Algo, n: usize, breaking: impl FnOnce(&mut [Plan])) -> Fault {
     let mut plans = plans(kind, algo, n, 0, true);
     check(kind, 0, true, &plans).expect("right before it is broken");
@@ -28,7 +28,7 @@ fn fault(kind: Kind, algo: Algo, n: usize, breaking: impl FnOnce(&mut [Plan])) -
     check(kind, 0, true, &plans).expect_err("broken")
 }
 
-/// Five elements over four ranks: two ranks that cut them differently would overlap.
+/// If ranks cut the elements differently, the chunks of one rank overlap those of another. The checker compares the layouts.
 #[test]
 fn chunks_that_overlap() {
     let f = fault(Kind::AllReduce, Algo::Ring, 4, |p| p[2].slots = vec![Layout::Split { parts: 3 }; 2]);
@@ -41,8 +41,8 @@ fn chunks_that_overlap() {
     assert!(matches!(f, Fault::Shape { rank: 0, .. }), "{f}");
 }
 
-/// The same by what a step names: chunk 0 of 5 elements over 4 has two, chunk 2 has one (as of one
-/// element: one and none, which is found first).
+/// A step that names a chunk of another length. If 5 elements are cut into 4 chunks, chunk 0 has two and chunk 2 has one; of a
+/// single element, chunk 0 has one and chunk 2 none. The checker tries the single element first.
 #[test]
 fn lengths_that_differ() {
     let f = fault(Kind::AllReduce, Algo::Direct, 4, |p| p[1].steps[0].operands = vec![own(0)]);
@@ -65,7 +65,7 @@ fn a_missing_send() {
     assert_eq!(f, Fault::Unsent { from: 1, to: 2, step: 2 });
 }
 
-/// Everyone receives before it sends: no buffering helps.
+/// Every rank receives before it sends: they deadlock even over links that buffer.
 #[test]
 fn a_cycle() {
     let step = |from, to| vec![Step { send: vec![to], ..keep(Operand::Recv(from), out(0)) }];
@@ -77,7 +77,7 @@ fn a_cycle() {
     assert!(f.to_string().contains("rank 0, step 0, slice 0 waits for a message from rank 2"), "{f}");
 }
 
-/// Two ranks swap what they have, in place: each can store only when the other has taken.
+/// Two ranks swap what they have, in place: each can store what it receives only when the other has taken what it sends.
 #[test]
 fn a_swap_that_only_buffering_hides() {
     let steps = |peer| vec![send(own(0), vec![peer]), keep(Operand::Recv(peer), out(0))];
@@ -89,7 +89,7 @@ fn a_swap_that_only_buffering_hides() {
     assert!(f.to_string().contains("links that buffer would hide it"), "{f}");
 }
 
-/// Rank 0 sends A to rank 1, then B by way of rank 2; rank 1 takes what comes by way of 2 before A.
+/// Rank 0 sends A to rank 1, then B to rank 1 by way of rank 2; rank 1 receives from rank 2 before it receives A.
 #[test]
 fn orders_that_cross_and_only_buffering_hides() {
     let replace = |from, to| Step { send: vec![to], ..keep(Operand::Recv(from), out(0)) };
@@ -100,12 +100,12 @@ fn orders_that_cross_and_only_buffering_hides() {
     assert!(matches!(f, Fault::Deadlock { slices: 1, hidden_by_buffering: true, .. }), "{f}");
 }
 
-/// A, then B on one link, received as B, then A: the first message is the first received.
+/// A rank is sent A, then B on one link, but expects B, then A. Messages arrive in the order sent, so it takes A for B.
 #[test]
 fn messages_in_another_order() {
     let f = fault(Kind::ReduceScatter, Algo::Ring, 4, |p| p[0].steps.swap(1, 2));
     assert!(matches!(f, Fault::Content { .. } | Fault::Missing { .. }), "{f}");
-    // Both in one step, slice by slice: the second slice of A is in front of the first of B.
+    // One step receives both, slice by slice: it needs the first slice of B before the second slice of A, which is ahead on the link.
     let f = {
         let twice = vec![send(own(0), vec![1]); 2];
         let or = |operands| Step { operands, finish: true, ..keep(own(0), out(0)) };
@@ -118,7 +118,7 @@ fn messages_in_another_order() {
     assert!(matches!(f, Fault::Deadlock { slices: 2, hidden_by_buffering: false, .. }), "{f}");
 }
 
-/// A ring of values in hands runs with one slice a chunk and stops with two.
+/// A ring of steps that keep values only in the hand completes with one slice a chunk, and deadlocks with two.
 #[test]
 fn a_ring_of_hands() {
     let mut plans = plans(Kind::ReduceScatter, Algo::Ring, 3, 0, false);
@@ -144,12 +144,12 @@ fn a_contribution_missing() {
     });
     assert_eq!(f, Fault::Missing { rank: 0, at: out(1), of: 1 });
     assert_eq!(f.to_string(), "rank 0, chunk 1 of slot 1: rank 1's contribution is missing");
-    // A barrier may hear twice, but must hear of everyone.
+    // A rank in a barrier may hear of a rank twice, but must hear of every rank.
     let f = fault(Kind::Barrier, Algo::Dissemination, 3, |p| p[1].steps[1].operands.truncate(1));
     assert!(matches!(f, Fault::Missing { .. }), "{f}");
 }
 
-/// The right contributions of the wrong block.
+/// Steps that send or read the wrong block.
 #[test]
 fn a_wrong_block() {
     let f = fault(Kind::ReduceScatter, Algo::Direct, 3, |p| p[2].steps[0].operands = vec![own(1)]);
@@ -168,7 +168,7 @@ fn independent_steps_may_change_places() {
     check(Kind::AllGather, 0, true, &plans).expect("still right");
 }
 
-/// Two ranks that reduce the same in another order get other bits.
+/// Ranks that reduce the same contributions in different orders get different bits.
 #[test]
 fn another_order_of_operands() {
     for algo in [Algo::OneShot, Algo::RecursiveDoubling] {
@@ -190,7 +190,7 @@ fn finished_never_early_or_twice() {
     assert_eq!(f, Fault::Finish { rank: 1, at: out(0), too_much: true });
 }
 
-/// The result is written over what is still to be sent: the list order says who comes first.
+/// The result overwrites the input that is still to be sent: the later step of the list gets what the earlier one wrote.
 #[test]
 fn written_before_it_is_sent() {
     let f = fault(Kind::AllReduce, Algo::OneShot, 2, |p| p[0].steps.swap(0, 1));
@@ -199,7 +199,7 @@ fn written_before_it_is_sent() {
 
 #[test]
 fn what_must_not_be_written() {
-    // A rank that reduces for the root, in its own buffer.
+    // A rank that is not the root stores the chunk that it reduces in its own output.
     let f = fault(Kind::Reduce, Algo::Direct, 3, |p| p[2].steps[2].dst = Some(out(2)));
     assert_eq!(f, Fault::Changed { rank: 2, at: out(2) });
     let mut plans = plans(Kind::Reduce, Algo::Direct, 3, 0, false);
@@ -240,7 +240,7 @@ fn plans_that_do_not_belong_together() {
     assert!(matches!(check(Kind::Broadcast, 3, true, &plans), Err(Fault::Shape { .. })));
 }
 
-/// What goes to rank 2 first is then added last: the right contributions, in another order.
+/// Rank 2 adds rank 0's input before rank 1's sum, not after it: the right contributions, in another order.
 #[test]
 fn a_scan_in_another_order() {
     let f = fault(Kind::Scan, Algo::RecursiveDoubling, 3, |p| p[2].steps.swap(0, 1));
@@ -248,7 +248,7 @@ fn a_scan_in_another_order() {
     assert_eq!(f.to_string(), "rank 2, chunk 0 of slot 1: not combined in rank order");
 }
 
-/// A scan holds what is before it and no more, and is never finished.
+/// The result of an exscan has the contributions of all lower ranks and no others; no scan is ever finished.
 #[test]
 fn a_scan_of_too_much() {
     let f = fault(Kind::Scan, Algo::Chain, 3, |p| p[1].steps[0].finish = true);
@@ -259,7 +259,7 @@ fn a_scan_of_too_much() {
     assert!(matches!(f, Fault::Unreceived { from: 1, to: 2, .. }), "{f}");
 }
 
-/// Both send from the place that they receive to: without early copies only buffering helps.
+/// Both ranks send from the memory that they receive into: without early copies they deadlock, unless links buffer.
 #[test]
 fn a_swap_that_is_not_gathered_early() {
     for algo in [Algo::Pairwise, Algo::Direct] {
@@ -278,12 +278,12 @@ fn gather_and_scatter_touch_only_what_is_theirs() {
     assert_eq!(f, Fault::Changed { rank: 0, at: out(2) });
     let f = fault(Kind::Scatter, Algo::Direct, 3, |p| p[0].steps[0].operands = vec![own(2)]);
     assert_eq!(f, Fault::Content { rank: 1, at: out(0) });
-    // The root alone has all blocks.
+    // Only the root's output has all blocks.
     let f = fault(Kind::Gather, Algo::Direct, 3, |p| p[1].slots = p[0].slots.clone());
     assert!(matches!(f, Fault::Shape { rank: 1, .. }), "{f}");
 }
 
-/// Lent memory holds nothing at the start, and is lent once.
+/// Scratch memory holds nothing at the start, and a plan has one scratch slot at most.
 #[test]
 fn lent_memory() {
     let f = fault(Kind::ExScan, Algo::Chain, 3, |p| drop(p[1].steps.remove(0)));

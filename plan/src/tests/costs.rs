@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use super::*;
 use crate::check::{Properties, check_slices};
 
-/// Every algorithm, root and place at n = 1..=64, with the more slices the smaller the group.
+/// Checks every algorithm at n = 1..=64, with the roots that `cases` tries, in and out of place. Smaller groups get more slices.
 fn every_size(kind: Kind) {
     for n in 1..=64 {
         for (algo, root, in_place) in cases(kind, n) {
@@ -25,8 +25,8 @@ fn every_size(kind: Kind) {
     }
 }
 
-/// Two ranks' messages may wait until they are whole where neither has a hand: if one has, its peer would wait for what
-/// stays in it.
+/// Two ranks may send each message whole if neither plan has a hand. If one has, its peer may wait for a whole message of which
+/// the hand holds one slice at a time.
 #[test]
 fn messages_go_whole_where_no_rank_has_a_hand() {
     let shape = Shape { n: 2, ..Shape::default() };
@@ -34,7 +34,7 @@ fn messages_go_whole_where_no_rank_has_a_hand() {
     assert!(goes_whole(Kind::Broadcast, Algo::OneShot, &shape));
     // In place both send from where they write.
     assert!(!goes_whole(Kind::AllReduce, Algo::RecursiveDoubling, &shape));
-    // The root has no hand; the other rank passes its sum on from one.
+    // The root has no hand, but the other rank sends its sum from a hand.
     assert!(!goes_whole(Kind::Reduce, Algo::Direct, &shape));
 }
 
@@ -93,7 +93,7 @@ fn barrier_is_right_at_every_size() {
     every_size(Kind::Barrier);
 }
 
-/// The tables in the algorithms' files.
+/// Compares hops and bytes with what the algorithms' files say.
 fn cost(kind: Kind, algo: Algo, n: usize, root: Rank, properties: &Properties, what: &str) {
     use Kind::*;
     if n == 1 {
@@ -102,10 +102,10 @@ fn cost(kind: Kind, algo: Algo, n: usize, root: Rank, properties: &Properties, w
     }
     let (f, all, up) = (n as f64, n as f64 - 1.0, n.next_power_of_two().ilog2() as usize);
     let (down, share) = (n.ilog2() as usize, (n as f64 - 1.0) / n as f64);
-    // In recursive doubling, whose data come in or go out by a fold: both only if two opposite ranks fold.
+    // Hops that folding adds to recursive doubling: one before or after the exchanges; both on one chain if two opposite ranks fold.
     let (extra, power) = (n - (1 << down), 1 << down);
     let (folded, folds) = (usize::from(extra > 0), usize::from(extra > 0) + usize::from(2 * extra > power));
-    // The largest binomial subtree but the whole.
+    // The number of ranks in the largest binomial subtree below the root.
     let top = 1 << (n - 1).ilog2();
     let subtree = (top / 2).max(n - top) as f64;
     let after_shift = (n - 1).next_power_of_two().ilog2() as usize;
@@ -123,7 +123,7 @@ fn cost(kind: Kind, algo: Algo, n: usize, root: Rank, properties: &Properties, w
         (AllReduce, Algo::HalvingDoubling) => (2 * down, 2.0 * share),
         (AllReduce, Algo::DoubleBinaryTree) => (2 * up, [1.0, 1.5, 2.0][n.min(4) - 2]),
         (AllReduce, Algo::Mst) => (mst(n, 0) * 2, up as f64),
-        // Pairs, and one alone if n is odd: see `two_levels_on_any_hosts` for more.
+        // TwoLevel, here with two ranks to a host: `two_levels_on_any_hosts` checks its costs.
         (AllReduce, _) => return,
         (Broadcast, Algo::Binomial) => (down, up as f64),
         (Broadcast, Algo::Mst) if root == 0 => (mst(n, 0), up as f64),
@@ -152,7 +152,7 @@ fn cost(kind: Kind, algo: Algo, n: usize, root: Rank, properties: &Properties, w
     assert!((properties.sent - sent).abs() < 1e-9 * f, "{what}: not {sent}");
 }
 
-/// Hops from the root of a minimum spanning tree: never more than halvings.
+/// Hops from the root of a minimum spanning tree: never more than `ceil(log2 n)`, the number of halvings.
 fn mst(n: usize, root: Rank) -> usize {
     fn depth(left: usize, right: usize, root: usize) -> usize {
         if left == right {
@@ -170,7 +170,7 @@ fn mst(n: usize, root: Rank) -> usize {
     hops
 }
 
-/// Who could not run without gathering before its memory is free.
+/// Whether the plans would deadlock if every step gathered only when its `dst` is free.
 fn needs_hand(kind: Kind, algo: Algo, n: usize, in_place: bool) -> bool {
     match (kind, algo) {
         (Kind::AllReduce, Algo::OneShot) => in_place && n > 1,
@@ -182,7 +182,7 @@ fn needs_hand(kind: Kind, algo: Algo, n: usize, in_place: bool) -> bool {
     }
 }
 
-/// Runs of ranks, ranks dealt out in turn, hosts that differ, one big among small ones.
+/// Ways to place ranks on hosts: in runs, dealt out in turn, on hosts of different sizes, on one big host among small ones.
 fn placements(n: usize) -> Vec<Vec<u32>> {
     let numbered = |of: Vec<usize>| -> Vec<u32> {
         let mut seen = Vec::new();
@@ -216,12 +216,12 @@ fn placements(n: usize) -> Vec<Vec<u32>> {
 #[test]
 fn two_levels_on_any_hosts() {
     let mut in_order = BTreeMap::new();
-    // All sizes up to 34; of larger ones, which take longest, every fifth and the largest, or all with ALLSTREAM_TEST_FULL=1.
+    // All sizes up to 34; of larger ones, which take longest, every fifth and the two largest, or all with ALLSTREAM_TEST_FULL=1.
     let is_full = std::env::var("ALLSTREAM_TEST_FULL").is_ok_and(|v| !v.is_empty() && v != "0");
     for n in (3..=64).filter(|n| is_full || *n <= 34 || n % 5 == 0 || *n >= 63) {
         for hosts in placements(n) {
             let h = hosts.iter().max().map_or(0, |&last| last as usize + 1);
-            // Either in turn where it takes long.
+            // Large groups take long: only in place if n is even, only out of place if it is odd.
             for in_place in [false, true].into_iter().filter(|p| n <= 17 || *p == n.is_multiple_of(2)) {
                 let shape = Shape { n, in_place, hosts: &hosts, ..Shape::default() };
                 let plans = plans_of(Kind::AllReduce, Algo::TwoLevel, &shape);
@@ -243,7 +243,7 @@ fn two_levels_on_any_hosts() {
     assert_eq!(in_order.into_keys().collect::<Vec<_>>(), [(false, false), (true, true)]);
 }
 
-/// What a host sends to others, in parts of the whole.
+/// What a host sends to other hosts, in multiples of the operation's count.
 fn between(plans: &[Plan], hosts: &[u32], host: u32) -> f64 {
     let away = |plan: &Plan| -> usize {
         plan.steps.iter().flat_map(|s| &s.send).filter(|&&to| hosts[to] != host).count()

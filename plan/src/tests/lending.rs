@@ -1,4 +1,4 @@
-//! Plans of loans: right at every size, and every way to break them is noticed.
+//! Plans of loans: they are right at every size, and the checker notices every way to break them.
 
 use std::collections::BTreeMap;
 
@@ -16,7 +16,7 @@ fn loans(algo: Algo, n: usize, in_place: bool) -> Vec<Plan> {
     (0..n).map(|rank| of(rank).expect("a plan of loans")).collect()
 }
 
-/// The fault in a one-pass all_reduce of three ranks in place after `breaking` it. The last step of each rank folds; the first
+/// The fault in an in-place one-pass all_reduce of three ranks after `breaking` it. The last step of each rank folds; the first
 /// two of rank 1 lend to ranks 2 and 0.
 fn fault(breaking: impl FnOnce(&mut [Plan])) -> Fault {
     let mut plans = loans(Algo::Direct, 3, true);
@@ -37,14 +37,14 @@ fn lend(to: Rank, chunk: u32) -> Step {
     Step { loan: Some(Loan { to, read: out(chunk), write: out(chunk) }), ..Step::default() }
 }
 
-/// Plans of all ranks over a slot of `parts` chunks, in place, from their steps.
+/// In-place plans of all ranks, with these steps, over slots of `parts` chunks.
 fn by_hand<const N: usize>(parts: u32, steps: [Vec<Step>; N]) -> Vec<Plan> {
     let slots = vec![Layout::Split { parts }; 2];
     let plan = |(rank, steps)| Plan { size: N, rank, slots: slots.clone(), steps };
     steps.into_iter().enumerate().map(plan).collect()
 }
 
-/// Everything is combined in rank order by one step: the same bits as by Direct and OneShot, of whose results the same is so.
+/// One step combines each result in rank order, as in the plans of steps of Direct and OneShot: the results have the same bits.
 #[test]
 fn one_pass_is_right_at_every_size() {
     for n in 2..=64 {
@@ -58,7 +58,7 @@ fn one_pass_is_right_at_every_size() {
             let report = check_slices(Kind::AllReduce, 0, in_place, &plans, slices)
                 .unwrap_or_else(|fault| panic!("n {n}, in place {in_place}: {fault}"));
             assert!(report.in_order && report.one_step && !report.needs_hand, "n {n}: {report:?}");
-            // There and back; nothing is sent.
+            // The loan is one hop, and its way back another; nothing is sent.
             assert_eq!((report.hops, report.sent), (2, 0.0), "n {n}");
             assert_eq!((report.steps, report.messages), (n * n, n * (n - 1)), "n {n}");
         }
@@ -100,7 +100,7 @@ fn every_mutant_of_a_plan_of_loans_is_caught() {
     }
     println!("{} mutants: {caught:?}", caught.values().sum::<usize>());
     assert!(survivors.is_empty(), "{} survive:\n{}", survivors.len(), survivors.join("\n"));
-    // By two algorithms, in place and not, of n ranks: once a rank, once a loan, once a step or once an operand.
+    // Two algorithms, each in and out of place, with n ranks: one mutant for each rank, loan, step or operand.
     let sum = |count: fn(usize) -> usize| 4 * (2..=6).map(count).sum::<usize>();
     let (ranks, pairs, all) = (sum(|n| n), sum(|n| n * (n - 1)), sum(|n| n * n));
     let due = [
@@ -117,7 +117,7 @@ fn every_mutant_of_a_plan_of_loans_is_caught() {
     assert_eq!(caught, due.map(|(name, count)| (name.to_string(), count)).into());
 }
 
-/// A rank that is only written to is borrowed from once, as one that is only read, and one that is both.
+/// A step borrows a rank's loan once, whether it writes into the loan, reads it, or both.
 #[test]
 fn programs_list_each_loan_once() {
     let mut plan = loans(Algo::Direct, 4, true).swap_remove(1);
@@ -191,19 +191,19 @@ fn loans_that_mean_nothing() {
     assert!(malformed(2, |s| s.operands.push(Operand::Lent(0))).contains("read twice"));
 }
 
-/// With one element over three ranks chunk 0 has it, and the others nothing.
+/// If one element is cut into three chunks, chunk 0 has it and the others are empty.
 #[test]
 fn loans_whose_lengths_differ() {
-    // What is read and what is written differ.
+    // The chunk lent for reading and the chunk lent for writing differ in length.
     let f = fault(|p| p[0].steps[0].loan.as_mut().expect("a loan").read.chunk = 0);
     assert_eq!(f, Fault::Length { rank: 0, step: 0, count: 1, own: 1, other: 0 });
-    // They are alike, and differ from the borrower's chunk.
+    // Both have one length, but the borrower's chunk has another.
     let f = fault(|p| {
         let loan = Loan { to: 1, read: out(0), write: out(0) };
         p[0].steps[0].loan = Some(loan);
     });
     assert_eq!(f, Fault::Length { rank: 1, step: 2, count: 1, own: 0, other: 1 });
-    // The same of a loan that is only written into.
+    // The same for a loan that is only written into.
     let f = fault(|p| {
         let loan = Loan { to: 1, read: out(0), write: out(0) };
         p[0].steps[0].loan = Some(loan);
@@ -212,7 +212,7 @@ fn loans_whose_lengths_differ() {
     assert_eq!(f, Fault::Length { rank: 1, step: 2, count: 1, own: 0, other: 1 });
 }
 
-/// Two ranks, each of which lends only what it has made of the other's loan: nobody can begin, and no buffer helps.
+/// Two ranks, each of which lends only after it has used the other's loan: neither can begin, and no buffer helps.
 #[test]
 fn loans_that_come_too_late() {
     let steps = |peer| vec![keep(Operand::Lent(peer), out(0)), lend(peer, 0)];
@@ -224,8 +224,8 @@ fn loans_that_come_too_late() {
     assert!(f.to_string().contains("rank 0, step 0, slice 0 waits for a loan of rank 1"), "{f}");
 }
 
-/// A broadcast from rank 1, which writes its two chunks into two loans of rank 0. They are lent in one order: if they are
-/// borrowed in the other, each chunk comes to lie in the other's place.
+/// A broadcast from rank 1, which writes its two chunks into two loans of rank 0. They are lent in one order: if rank 1
+/// borrows them in the other, each chunk goes into the other's place, which the checker sees by the lengths.
 #[test]
 fn loans_in_another_order() {
     let write = |chunk| Step { operands: vec![Operand::Own(out(chunk))], into: vec![0], ..Step::default() };
@@ -237,7 +237,7 @@ fn loans_in_another_order() {
     assert!(matches!(f, Fault::Length { .. }), "{f}");
 }
 
-/// Rank 1 keeps the loan until it has a message too, which rank 0 sends when the loan is back.
+/// Rank 1 keeps the loan until it also has a message, which rank 0 sends only when the loan is back.
 #[test]
 fn loans_that_never_come_back() {
     let add = Step { operands: vec![Operand::Lent(0), Operand::Recv(0)], ..keep(Operand::Lent(0), out(0)) };
@@ -260,7 +260,7 @@ fn loans_among_messages() {
     let plans = by_hand(1, [vec![lend(1, 0)], vec![pass_on], vec![keep_it]]);
     let f = check(Kind::Broadcast, 0, true, &plans).expect_err("rank 1 keeps nothing");
     assert_eq!(f, Fault::Content { rank: 1, at: out(0) });
-    // The root sends its data, and then lends the same memory, when the message is taken. Rank 1 writes the data back.
+    // The root sends its data and, once that message is taken, lends the same memory. Rank 1 writes the data back.
     let and_back = Step { operands: vec![Operand::Own(out(0))], into: vec![0], ..Step::default() };
     let root = vec![send(Operand::Own(out(0)), vec![1]), lend(1, 0)];
     let plans = by_hand(1, [root, vec![keep(Operand::Recv(0), out(0)), and_back]]);

@@ -1,4 +1,4 @@
-//! What a program does: made from a seed, the same on every rank.
+//! Makes a program from a seed: the operations that it consists of, the same on every rank.
 
 use allstream::plan::{self, Shape, algorithms, keeps_rank_order};
 use allstream::{Algo, DType, Kind, ReduceOp};
@@ -9,7 +9,7 @@ use crate::values::mix;
 
 /// The element types of programs.
 pub(crate) const TYPES: [DType; 5] = [DType::U8, DType::I32, DType::U64, DType::F32, DType::BF16];
-/// The most groups that are there at a time, the world among them.
+/// While at least this many groups are open, the world included, no group is split.
 const GROUPS: usize = 6;
 
 /// Numbers that look random, the same for the same seed.
@@ -25,7 +25,7 @@ impl Rng {
         (self.next() % n as u64) as usize
     }
 
-    /// In so many of a hundred cases.
+    /// True in about `of` of a hundred cases.
     pub(crate) fn percent(&mut self, of: u64) -> bool {
         self.next() % 100 < of
     }
@@ -48,16 +48,16 @@ pub(crate) struct Collective {
     pub(crate) deterministic: bool,
 }
 
-/// One operation. Ranks are those of its group.
+/// One operation. It names ranks by their numbers in its group.
 #[derive(Clone, Debug)]
 pub(crate) enum Act {
-    /// Makes groups: to which each rank comes.
+    /// Splits the group. `children`: the number of the new group that each rank gets.
     Split {
         colors: Vec<u64>,
         keys: Vec<i64>,
         children: Vec<usize>,
     },
-    /// Ends the group: by `close`, or by dropping it.
+    /// Ends the group: by `close`, or by dropping its communicator.
     End {
         close: bool,
     },
@@ -83,7 +83,7 @@ pub(crate) enum Act {
         dtype: DType,
         len: usize,
     },
-    /// Each rank sends to the one so many further on, and receives from the one so many before.
+    /// Each rank sends to the rank `by` places after it, and receives from the rank `by` places before it (modulo the group's size).
     Shift {
         by: usize,
         tag: u32,
@@ -96,14 +96,14 @@ pub(crate) enum Act {
 pub(crate) struct Step {
     pub(crate) group: usize,
     pub(crate) act: Act,
-    /// The operation whose result on a rank makes this one's input there.
+    /// The earlier operation from whose result each rank makes its input to this operation.
     pub(crate) source: Option<usize>,
-    /// By rank of the group: who lets go of the work at once, and whose input a stream has to reach first.
+    /// Bit masks by rank of the group: which ranks drop the `Work` at once, and which make the call follow a job on a stream (`Call::on`).
     pub(crate) drops: u32,
     pub(crate) gated: u32,
 }
 
-/// A program of a world.
+/// A program, and the world in which it runs.
 pub(crate) struct Program {
     pub(crate) seed: u64,
     pub(crate) link: &'static str,
@@ -114,7 +114,7 @@ pub(crate) struct Program {
 }
 
 impl Program {
-    /// The program of a seed, of so many operations, on a world.
+    /// The program of `seed`, with this many operations, in a world of `n` ranks over `link`.
     pub(crate) fn new(seed: u64, link: &'static str, n: usize, operations: usize) -> Program {
         let mut maker = Maker {
             rng: Rng(mix(&[seed, 1])),
@@ -131,7 +131,7 @@ impl Program {
 struct Maker {
     rng: Rng,
     program: Program,
-    /// The groups that are there.
+    /// The groups that have not been ended.
     open: Vec<usize>,
 }
 
@@ -161,7 +161,7 @@ impl Maker {
         };
         let steps = self.program.steps.len();
         let source = (steps > 0 && self.rng.percent(70)).then(|| {
-            // Mostly one of the last.
+            // Mostly one of the last eight operations.
             let back = if self.rng.percent(80) { steps.min(8) } else { steps };
             steps - 1 - self.rng.below(back)
         });
@@ -209,7 +209,7 @@ impl Maker {
         }
     }
 
-    /// The hosts of a group, numbered in the order of their first ranks.
+    /// The number of each member's host; hosts are numbered in the order of their first ranks in the group.
     fn hosts(&self, group: usize) -> Vec<u32> {
         let world = self.program.n;
         let label = |m: &usize| if self.program.link == "mixed" { host_label(*m, world) } else { "a" };
@@ -217,7 +217,7 @@ impl Maker {
         labels.iter().map(|l| u32::from(*l != labels[0])).collect()
     }
 
-    /// An algorithm that a group can use; the chosen one among them.
+    /// A random algorithm that has a plan in this group and `fits`; or `Algo::Auto`.
     fn algo(
         &mut self,
         group: usize,
@@ -252,7 +252,7 @@ impl Maker {
             .filter(|op| op.supports(dtype) && op.fits(kind) && *op != Combine::Scaled)
             .collect();
         let op = self.rng.pick(&ops);
-        // What is rounded is known to the bit where it is one fold.
+        // A result that is rounded is known to the bit only if it is one fold in rank order, so only such algorithms are used.
         let rounded = dtype.is_float() && kind.reduces() && !op.is_exact();
         let algo = self.algo(group, kind, form, root, |algo| match (rounded, op) {
             (true, _) => matches!(algo, Algo::OneShot | Algo::Direct | Algo::Naive | Algo::Auto),

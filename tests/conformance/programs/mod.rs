@@ -1,10 +1,10 @@
 //! Random programs: 200 operations over groups that come and go, submitted in one order and awaited in another.
 //!
-//! A program is made from a seed (`programs/make.rs`): collectives of every kind, algorithm and form, messages, splits;
-//! some ranks drop works, or give inputs that a stream has yet to reach; what one operation gives goes into others.
-//! Each rank compares every element of every result with what a sequential evaluation for all ranks
-//! (`programs/oracle.rs`) says. `ALLSTREAM_TEST_SEED=n` runs the program of one seed; `ALLSTREAM_TEST_FULL=1`: 150; `all`:
-//! 1,000.
+//! A program is made from a seed (`programs/make.rs`): collectives of every kind, algorithm and form, messages, splits. Some ranks
+//! drop a `Work`, or submit calls that have to follow a job on a stream. The results of operations become inputs of later ones.
+//! Each rank compares every element of every result with that of a sequential evaluation for all ranks
+//! (`programs/oracle.rs`). `ALLSTREAM_TEST_SEED=n` runs the program of one seed; `ALLSTREAM_TEST_FULL=1` runs 150
+//! programs, `all` 1,040.
 
 mod make;
 mod oracle;
@@ -22,17 +22,17 @@ use make::{Act, Program};
 use oracle::Oracle;
 
 const OPERATIONS: usize = 200;
-/// Seeds of programs between threads, and between processes: by default, with `ALLSTREAM_TEST_FULL=1`, and with `all`.
+/// How many programs run between threads, and between processes: by default, with `ALLSTREAM_TEST_FULL=1`, and with `all`.
 const CORE: [u64; 2] = [80, 15];
 const FULL: [u64; 2] = [125, 25];
 const ALL: [u64; 2] = [920, 120];
 /// Programs that one world of processes runs, one after another.
 const TOGETHER: u64 = 3;
-/// For one program.
+/// Time limit of a program between threads, or of all programs that one world of processes runs.
 const LIMIT: Duration = Duration::from_secs(120);
-/// Programs that run at a time.
+/// How many jobs run at a time.
 const AT_A_TIME: usize = 2;
-/// Seeds from here on are of processes.
+/// Programs with seeds from here on run between processes.
 const OF_PROCESSES: u64 = 1_000_000;
 
 /// The world that a seed's program runs in.
@@ -42,7 +42,7 @@ fn world(seed: u64) -> (&'static str, usize) {
     } else {
         &["local", "inproc", "shm", "tcp", "mixed"]
     };
-    // Those that one world of processes runs have one world.
+    // All programs that one world of processes runs must get the same world.
     let of = if seed >= OF_PROCESSES { seed / TOGETHER } else { seed };
     (links[of as usize % links.len()], 2 + (mix(&[of]) % 5) as usize)
 }
@@ -60,7 +60,7 @@ fn between_threads(seed: u64) -> Result<(), String> {
     first(results.into_iter().map(|r| r.unwrap_or_else(Err)).collect())
 }
 
-/// The error that explains the others: one that is no echo of another rank's end.
+/// The error that explains the others: the first that is not merely the consequence of another rank's failure.
 fn first(results: Vec<Result<(), String>>) -> Result<(), String> {
     let errors: Vec<String> = results.into_iter().filter_map(Result::err).collect();
     let echo = |e: &&String| e.contains("was lost") || e.contains("was not done");
@@ -122,7 +122,7 @@ fn random_programs() {
     }
     let begun = Instant::now();
     let given = std::env::var("ALLSTREAM_TEST_SEED").ok().map(|s| s.parse::<u64>().expect("a number"));
-    // Jobs: programs between threads, one each, and between processes, several in one world.
+    // A job is one program between threads, or several programs that one world of processes runs one after another.
     let jobs: Vec<Vec<u64>> = match given {
         Some(seed) => vec![vec![seed]],
         None => {

@@ -1,4 +1,4 @@
-//! What a program must give: worked out for all ranks, one operation after another, with nothing of the engine.
+//! The results that a program must have: computed for all ranks, one operation after another, without the engine.
 
 use std::ops::Range;
 
@@ -8,11 +8,11 @@ use super::make::{Act, Collective, Program, Step};
 use crate::cases::{Combine, Form, counts};
 use crate::values::{Value, mix};
 
-/// The bits of each buffer that an operation leaves a rank with.
+/// What an operation leaves on a rank: for each buffer, the bits of its elements.
 pub(crate) type Bits = Vec<Vec<u64>>;
 
 pub(crate) struct Oracle {
-    /// By operation, and by rank of its group.
+    /// The results, by operation and by rank of its group.
     pub(crate) results: Vec<Vec<Bits>>,
 }
 
@@ -49,18 +49,18 @@ pub(crate) fn bits<T: Value>(values: &[T]) -> Vec<u64> {
     values.iter().map(|x| x.bits()).collect()
 }
 
-/// All of a result in a number, from which what comes after it is made.
+/// A hash of a whole result, from which the inputs of later operations are made.
 pub(crate) fn hash(result: &Bits) -> u64 {
     let each = |h: u64, x: &u64| (h ^ x).wrapping_mul(0x0000_0100_0000_01b3).rotate_left(23);
     result.iter().flatten().fold(0xcbf2_9ce4_8422_2325, each)
 }
 
-/// The seed of a rank's input to operation `at`, which may come from an earlier result.
+/// The seed of a rank's input to operation `at`. `source`: the hash of the earlier result on which the input depends, if any.
 pub(crate) fn seed(program: &Program, at: usize, rank: usize, source: Option<u64>) -> u64 {
     mix(&[program.seed, at as u64, rank as u64, source.unwrap_or(0)])
 }
 
-/// What a rank puts in.
+/// `count` input elements made from `seed`: values that suit the reduction, if there is one.
 pub(crate) fn input<T: Value>(op: Option<Combine>, seed: u64, count: usize) -> Vec<T> {
     let one = |i| {
         op.map_or_else(|| T::make(None, false, mix(&[seed, i]), 0), |op| op.make(false, mix(&[seed, i]), 1))
@@ -68,7 +68,7 @@ pub(crate) fn input<T: Value>(op: Option<Combine>, seed: u64, count: usize) -> V
     (0..count as u64).map(one).collect()
 }
 
-/// What is in a buffer before something is written there.
+/// What an output buffer contains before the operation writes there.
 pub(crate) fn blank<T: Value>(seed: u64, count: usize) -> Vec<T> {
     input(None, !seed, count)
 }
@@ -76,7 +76,7 @@ pub(crate) fn blank<T: Value>(seed: u64, count: usize) -> Vec<T> {
 /// The sizes of a collective's buffers.
 pub(crate) struct Sizes {
     n: usize,
-    /// By sender and receiver; all senders have the same but in an all_to_all.
+    /// Elements by sender and receiver. All senders have the same row, except in an all_to_all.
     table: Vec<Vec<usize>>,
 }
 
@@ -90,7 +90,7 @@ impl Sizes {
         Sizes { n, table: (0..n).map(one).collect() }
     }
 
-    /// One for each rank.
+    /// The count of each rank.
     pub(crate) fn counts(&self) -> &[usize] {
         &self.table[0]
     }
@@ -107,13 +107,13 @@ impl Sizes {
         self.table[0].iter().sum()
     }
 
-    /// A rank's block among all.
+    /// The place of a rank's block in a buffer of all blocks.
     pub(crate) fn block(&self, rank: usize) -> Range<usize> {
         let start = self.table[0][..rank].iter().sum();
         start..start + self.table[0][rank]
     }
 
-    /// Elements that a rank puts in, if it has anything to put in.
+    /// How many elements a rank's input has (0: it has none).
     pub(crate) fn input(&self, c: &Collective, rank: usize) -> usize {
         match c.kind {
             Kind::AllGather | Kind::Gather => self.table[0][rank],
@@ -131,7 +131,7 @@ impl Sizes {
         }
     }
 
-    /// Elements of a rank's output, out of place.
+    /// How many elements a rank's output has, out of place. (3: a buffer that the operation must leave as it is.)
     pub(crate) fn output(&self, c: &Collective, rank: usize) -> usize {
         match c.kind {
             Kind::AllGather => self.total(),
@@ -180,7 +180,7 @@ impl Oracle {
     }
 }
 
-/// Whether a rank of the group has a result.
+/// Whether a rank of the group has a result of this operation.
 pub(crate) fn takes_part(step: &Step, rank: usize) -> bool {
     match step.act {
         Act::Split { .. } | Act::End { .. } => false,
@@ -221,7 +221,7 @@ fn result(step: &Step, seeds: &[u64], common: u64) -> Vec<Bits> {
     }
 }
 
-/// How many bytes a rank gives. (Of a broadcast only the root's are looked at.)
+/// How many bytes a rank contributes. (In a broadcast, only the root's bytes matter.)
 pub(crate) fn bytes(all: bool, len: usize, seed: u64) -> usize {
     if all { (mix(&[seed, 3]) % (len as u64 + 1)) as usize } else { len }
 }
@@ -235,7 +235,7 @@ fn collective<T: Value>(c: &Collective, seeds: &[u64], common: u64) -> Vec<Bits>
     let (sizes, op) = (Sizes::new(c, n, common), c.kind.reduces().then_some(c.op));
     let inputs: Vec<Vec<T>> = (0..n).map(|r| input(op, seeds[r], sizes.input(c, r))).collect();
     let whole = |inputs: &[Vec<T>]| inputs.concat();
-    // What a rank's output is where the collective writes nothing there.
+    // What is in a rank's output if the collective writes nothing there.
     let before = |rank: usize| -> Vec<T> {
         match c.form {
             Form::InPlace => inputs[rank].clone(),

@@ -1,4 +1,4 @@
-//! A program as one rank runs it: submitted in order, awaited in another, each result compared with the oracle's.
+//! Runs a program on one rank: submits the operations in order, awaits them in another order, and compares each result with the oracle's.
 
 use std::collections::BTreeMap;
 use std::pin::Pin;
@@ -13,14 +13,14 @@ use super::oracle::{Bits, Oracle, Sizes, bits, blank, bytes, hash, input, of_typ
 use crate::cases::{Combine, Form};
 use crate::values::{Value, mix};
 
-/// For one operation: more than a whole program takes.
+/// Time limit of one operation: longer than a whole program takes.
 const CALL: Duration = Duration::from_secs(30);
 
-/// An operation that was submitted, and what is to be made of its result.
+/// An operation that was submitted, with the function that turns its result into [`Bits`].
 trait Flight {
     /// Polls it once.
     fn poke(&mut self);
-    /// Awaits it in one of several ways: its buffers' bits.
+    /// Awaits it, in the way that `how` selects, and returns the bits of its buffers.
     fn land(self: Box<Self>, how: usize, stream: &HostStream) -> Result<Bits, String>;
 }
 
@@ -77,12 +77,12 @@ fn fly<O: Send + 'static, F: Send + 'static>(
     Box::new(Flying { work, done: None, take: Box::new(take) })
 }
 
-/// One buffer, which is the result.
+/// An operation on one buffer, which becomes the result.
 fn alone<T: Value>(work: Work<Vec<T>>) -> Box<dyn Flight> {
     fly(work, |out| Ok(vec![bits(&out)]))
 }
 
-/// An input, which must be as it was, and an output.
+/// An operation with an input, which must stay as it was (`given`), and an output.
 fn pair<T: Value>(work: Work<(Vec<T>, Vec<T>)>, given: Vec<T>) -> Box<dyn Flight> {
     fly(work, move |(kept, out)| {
         if bits(&kept) != bits(&given) {
@@ -106,7 +106,7 @@ struct Running<'a> {
     me: usize,
     comms: BTreeMap<usize, Comm>,
     pending: Vec<Pending>,
-    /// Of the results that this rank has had.
+    /// By operation, the hash of its result, if this rank has had it.
     hashes: Vec<Option<u64>>,
     streams: [HostStream; 2],
     rng: Rng,
@@ -115,7 +115,7 @@ struct Running<'a> {
 /// Runs a program on one rank of a world.
 ///
 /// # Errors
-/// The first thing that was not as it must be.
+/// What went wrong first: a call that failed, or a result that differs from the oracle's.
 pub(crate) fn run(world: Comm, program: &Program, oracle: &Oracle) -> Result<(), String> {
     let me = world.rank();
     let stream = |name| HostStream::new(name).map_err(|e| e.to_string());
@@ -134,7 +134,7 @@ pub(crate) fn run(world: Comm, program: &Program, oracle: &Oracle) -> Result<(),
         rank.step(at, step, local).map_err(|e| format!("rank {me}, operation {at} ({step:?}): {e}"))?;
     }
     rank.land_if(|_| true)?;
-    // (On all ranks in one order: each waits a while for the others to close theirs.)
+    // (All ranks close their communicators in the same order, because each `close` waits a while for the other members to close.)
     while let Some((_, comm)) = rank.comms.pop_last() {
         block_on(comm.close()).map_err(|e| format!("rank {me}, at the end: {e}"))?;
     }
@@ -162,7 +162,7 @@ impl Running<'_> {
             _ if !takes_part(step, rank) => return Ok(()),
             _ => {}
         }
-        // What comes in is made of an earlier result: that must be there.
+        // The input is made from an earlier result, which must be there first.
         if let Some(source) = step.source {
             self.land_if(|p| p.at == source)?;
         }
@@ -182,7 +182,7 @@ impl Running<'_> {
         self.some_of_it()
     }
 
-    /// Now and then, some of what is in flight is polled or awaited.
+    /// Now and then polls or awaits some of the operations in flight.
     fn some_of_it(&mut self) -> Result<(), String> {
         while !self.pending.is_empty() {
             match self.rng.below(100) {
@@ -222,7 +222,7 @@ impl Running<'_> {
     }
 }
 
-/// The first element that is not what it must be.
+/// Describes the first element that differs from the expected one.
 fn differ(found: &Bits, expected: &Bits) -> String {
     if found.len() != expected.len() {
         return format!("{} buffers, expected {}", found.len(), expected.len());
@@ -303,7 +303,7 @@ fn collective<T: Value>(
     let op = c.kind.reduces().then_some(c.op);
     let given: Vec<T> = input(op, own, sizes.input(c, rank));
     let out = || blank::<T>(own, sizes.output(c, rank));
-    // This rank's block in a buffer of all.
+    // A buffer of all blocks, with this rank's block in its place.
     let placed = || {
         let mut buf = blank::<T>(own, sizes.total());
         buf[sizes.block(rank)].copy_from_slice(&given);

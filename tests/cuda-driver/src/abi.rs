@@ -1,4 +1,4 @@
-//! What crosses the boundary: places for results, and tables of handles.
+//! What crosses the C boundary: pointers to results and arguments, and tables of the objects that handles name.
 
 use std::collections::BTreeMap;
 use std::ffi::{CStr, c_char, c_void};
@@ -7,13 +7,13 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
 use crate::codes::{Code, Done};
 
-/// Where a caller wants a result, or null. Only callers of the exported functions make these, and by calling they
-/// promise that the place is theirs to write.
+/// The caller's pointer to where it wants a result, or null. Only callers of the exported functions make these, and
+/// promise with the call that a `T` may be written there.
 #[repr(transparent)]
 pub(crate) struct Out<T>(*mut T);
 
 impl<T> Out<T> {
-    /// For a place whose type a number tells; the caller's promise is about that type.
+    /// For an untyped pointer: the caller promises a place for a `T`.
     pub(crate) fn from_untyped(place: *mut c_void) -> Self {
         Out(place.cast())
     }
@@ -28,19 +28,19 @@ impl<T> Out<T> {
 
     pub(crate) fn set_if_wanted(&self, value: T) {
         if !self.0.is_null() {
-            // SAFETY: not null, and the caller of the exported function promised a place for a `T`. Not necessarily an
-            // aligned one: what C keeps in untyped structs need not be.
+            // SAFETY: not null, and the caller of the exported function promised a place for a `T`. It may be unaligned
+            // (C keeps some values in untyped structs), hence the unaligned write.
             unsafe { self.0.write_unaligned(value) }
         }
     }
 }
 
-/// What a caller gives, or null; the same promise as for [`Out`].
+/// The caller's pointer to an argument, or null. The caller promises that it may be read, as it promises that an [`Out`] may be written.
 #[repr(transparent)]
 pub(crate) struct In<T>(*const T);
 
 impl<T: Copy> In<T> {
-    /// For what a caller's structure points to; the caller's promise covers it.
+    /// For a pointer from a structure of the caller's: the promise covers what it points to.
     pub(crate) fn from_pointer(place: *const T) -> Self {
         In(place)
     }
@@ -49,12 +49,12 @@ impl<T: Copy> In<T> {
         self.at(0)
     }
 
-    /// The `index`th of an array, which the caller promised to be that long.
+    /// The value at `index` of an array, which the caller promised to be long enough.
     pub(crate) fn at(&self, index: usize) -> Done<T> {
         if self.0.is_null() {
             return Err(Code::INVALID_VALUE);
         }
-        // SAFETY: not null, and the caller of the exported function promised as many readable values.
+        // SAFETY: not null, and the caller of the exported function promised at least `index + 1` readable values.
         Ok(unsafe { self.0.add(index).read_unaligned() })
     }
 
@@ -68,16 +68,16 @@ impl In<c_char> {
         if self.0.is_null() {
             return Err(Code::INVALID_VALUE);
         }
-        // SAFETY: not null, and the caller of the exported function promised a text that ends with a zero, and keeps it
-        // for the call; the result borrows from `self`, which lives no longer.
+        // SAFETY: not null, and the caller of the exported function promised a text that ends with a zero and stays
+        // until the call returns; the result borrows from `self`, which lives no longer.
         Ok(unsafe { CStr::from_ptr(self.0) })
     }
 }
 
-/// An object's name outside: never an address, never given twice, so that a stale one is found out.
+/// What callers name an object by: never an address and never given twice, so that a stale handle is noticed.
 pub(crate) type Handle = u64;
 
-/// A device's address.
+/// An address as devices see it.
 pub(crate) type Address = u64;
 
 static NEXT: AtomicU64 = AtomicU64::new(0x0010_0000);
@@ -87,7 +87,7 @@ pub(crate) fn fresh() -> Handle {
     NEXT.fetch_add(16, Ordering::Relaxed)
 }
 
-/// The objects of one kind that live.
+/// The living objects of one kind, by handle.
 pub(crate) struct Table<T>(RwLock<BTreeMap<Handle, Arc<T>>>);
 
 impl<T> Table<T> {
@@ -109,7 +109,7 @@ impl<T> Table<T> {
         table.remove(&handle).ok_or(Code::INVALID_HANDLE)
     }
 
-    /// The handle of the first that is wanted.
+    /// The handle of the first object for which `wanted` is true.
     pub(crate) fn find(&self, wanted: impl Fn(&T) -> bool) -> Option<Handle> {
         let table = self.0.read().unwrap_or_else(PoisonError::into_inner);
         table.iter().find(|(_, object)| wanted(object)).map(|(handle, _)| *handle)
@@ -128,7 +128,7 @@ impl<T> Table<T> {
     }
 }
 
-/// Locks; a panic elsewhere has been reported as an error there, and is no reason for another here.
+/// Locks, even if a call panicked while it held the lock: that call has reported an error, and other calls need not fail for it.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -1,12 +1,12 @@
 //! Captures that are under way in the process, and what its threads may call meanwhile.
 //!
-//! As the reference of `cuThreadExchangeStreamCaptureMode` has it: a thread in the mode *global*, which all begin in, may make
-//! no call that is potentially unsafe while a capture in the mode *global* is under way in any thread, nor while one that is
-//! not *relaxed* is under way in its own; in the mode *thread local* only its own count; in the mode *relaxed* none. A call
-//! that may not be is an error, and ends the captures that it may not be beside.
+//! The rules are those in the reference of `cuThreadExchangeStreamCaptureMode`. A thread in the mode *global*, in which every
+//! thread starts, may make no potentially unsafe call while any thread has a *global* capture under way, or this thread one that is
+//! not *relaxed*. In the mode *thread local* only the thread's own captures count, in the mode *relaxed* none. A forbidden call
+//! fails, and makes the captures that forbid it invalid.
 //!
-//! The reference does not list what is unsafe. Ours is the stricter reading: all that allocates, frees, loads, blocks, or asks
-//! how far work has come.
+//! The reference does not list the unsafe calls. We take the strict reading: calls that allocate, free, load, block, or ask how far
+//! work has come.
 
 use std::cell::Cell;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -59,7 +59,7 @@ struct Sequence {
 }
 
 static UNDER_WAY: Mutex<Vec<Sequence>> = Mutex::new(Vec::new());
-/// How many those are, to be asked at every call.
+/// How many captures are under way: every call checks this, without the lock.
 static COUNT: AtomicUsize = AtomicUsize::new(0);
 
 thread_local! {
@@ -71,7 +71,7 @@ pub(crate) fn allowed(name: &str) -> Done {
     if COUNT.load(Ordering::Acquire) == 0 {
         return Ok(());
     }
-    // What waits for all streams of a context waits for one that does not run.
+    // A call that waits for all streams of a context would wait for one that does not run.
     let conflicts = name == "cuCtxSynchronize";
     if !conflicts && (MODE.get() == RELAXED || !UNSAFE.contains(&name)) {
         return Ok(());
@@ -114,7 +114,7 @@ pub(crate) fn is_over(stream: Handle) {
     COUNT.store(under_way.len(), Ordering::Release);
 }
 
-/// Gives the thread the mode that is there, and tells the one it had.
+/// Sets the thread's mode to the one in `*mode`, and writes the previous one there.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn cuThreadExchangeStreamCaptureMode(mode: *mut u32) -> Code {
     call("cuThreadExchangeStreamCaptureMode", || {

@@ -1,4 +1,4 @@
-//! Contexts: what owns a device's objects, which one a thread works in, and the errors that stick to it.
+//! Contexts: the owners of a device's objects, each thread's stack of them, and the errors that stick to them.
 
 use std::cell::RefCell;
 use std::collections::BTreeSet;
@@ -19,21 +19,21 @@ pub(crate) struct Context {
     pub(crate) device: Arc<Device>,
     pub(crate) flags: u32,
     alive: AtomicBool,
-    /// The first error of work on the device. Nothing runs after it.
+    /// The code of the first error of work in this context, or 0. No work runs after an error.
     error: AtomicU32,
     /// Contexts whose memory this one reaches.
     peers: Mutex<BTreeSet<Handle>>,
-    /// Held while work is queued: an order of all submissions, in which work depends only on what came before.
+    /// Locked while work is queued: so all submissions have one order, and work depends only on what was submitted before it.
     pub(crate) order: Mutex<Queues>,
     /// The stream 0, once it was used.
     pub(crate) legacy: Mutex<Option<Arc<Stream>>>,
-    /// Held by a call that waits for room in a stream, if the knob says so; all other calls wait for that one to be through.
+    /// Locked by a call that waits for room in a stream, if the knob `LOCK` is `context`: all other calls wait until it goes on.
     blocked: Mutex<()>,
-    /// So many calls wait for room in a stream.
+    /// How many calls wait for room in one of the context's streams.
     crowded: AtomicU32,
 }
 
-/// Says of a context that a call waits for room in one of its streams.
+/// Counts a call in `crowded` while the call waits for room in one of the context's streams.
 pub(crate) struct Crowd<'a>(&'a Context);
 
 impl Drop for Crowd<'_> {
@@ -43,7 +43,7 @@ impl Drop for Crowd<'_> {
 }
 
 pub(crate) static CONTEXTS: Table<Context> = Table::new();
-/// Devices (second) whose pool other devices (first) may use.
+/// Pairs of devices: the first may use memory of the second's pool.
 pub(crate) static POOL_ACCESS: Mutex<BTreeSet<(i32, i32)>> = Mutex::new(BTreeSet::new());
 
 thread_local! {
@@ -98,30 +98,30 @@ impl Context {
         }
     }
 
-    /// From now on everything here fails so; the first cause stays.
+    /// From now on everything in this context fails with this code, unless an earlier error sticks to it already.
     pub(crate) fn fail(&self, code: Code) {
         let _ = self.error.compare_exchange(0, code.0, Ordering::AcqRel, Ordering::Acquire);
     }
 
-    /// A call that waits for room in a stream here keeps this while it waits.
+    /// A call that waits for room in one of this context's streams keeps the result while it waits.
     pub(crate) fn crowd(&self) -> Crowd<'_> {
         self.crowded.fetch_add(1, Ordering::AcqRel);
         Crowd(self)
     }
 
-    /// And this, if it is to hold up all other calls.
+    /// Such a call keeps this result as well if it is to hold up all other calls.
     pub(crate) fn hold(&self) -> MutexGuard<'_, ()> {
         lock(&self.blocked)
     }
 
-    /// Every call that has to do with this context comes through here first: while another holds it up, it does not pass.
+    /// Every call that concerns this context calls this first: it waits while another call holds up the context.
     pub(crate) fn pass(&self) {
         if knobs::depth().is_some() && knobs::strict().context_lock {
             drop(lock(&self.blocked));
         }
     }
 
-    /// A call that gets memory comes through here first: while any other waits for room, it does not pass.
+    /// Calls that allocate memory call this first: it waits while any call waits for room in a stream.
     pub(crate) fn pass_for_memory(&self) {
         while self.crowded.load(Ordering::Acquire) > 0 && self.is_alive() {
             std::thread::sleep(std::time::Duration::from_micros(50));
@@ -158,7 +158,7 @@ pub(crate) fn current() -> Done<Arc<Context>> {
     CONTEXTS.get(context).map_err(|_| Code::CONTEXT_IS_DESTROYED)
 }
 
-/// The same, where a sticky error is an end.
+/// The same; an error that sticks to the context fails the call.
 pub(crate) fn working() -> Done<Arc<Context>> {
     let context = current()?;
     context.check()?;
@@ -304,7 +304,7 @@ pub(crate) unsafe extern "C" fn cuCtxDisablePeerAccess(peer: Handle) -> Code {
     })
 }
 
-/// A pool's handle is its device's, shifted: there is one pool a device.
+/// A pool's handle is this number, shifted by 16 bits, and the number of its device: each device has one pool.
 const POOL: u64 = 0x9001;
 
 pub(crate) fn pool_of(device: i32) -> Handle {
@@ -328,7 +328,7 @@ pub(crate) unsafe extern "C" fn cuDeviceGetMemPool(out: Out<Handle>, ordinal: i3
     call("cuDeviceGetMemPool", || out.set(pool_of(device(ordinal)?.ordinal)))
 }
 
-/// `CUmemAccessDesc`: where (1 for a device, and its number), and what (0, 1 read, 3 both).
+/// `CUmemAccessDesc`: a kind of place (1: a device), its number, and the rights (0: none, 1: read, 3: read and write).
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub(crate) struct Access {
@@ -370,7 +370,7 @@ pub(crate) unsafe extern "C" fn cuMemPoolGetAccess(out: Out<u32>, pool: Handle, 
     })
 }
 
-/// Thresholds change nothing here.
+/// Has no effect: memory that is freed here never stays in a pool, so a threshold for it changes nothing.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn cuMemPoolSetAttribute(
     pool: Handle,

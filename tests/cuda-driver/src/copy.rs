@@ -1,4 +1,4 @@
-//! Copies: what is read when, and who waits.
+//! Copies: when their source is read, and whether the caller waits.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,16 +11,16 @@ use crate::knobs::passes;
 use crate::space::{Span, find};
 use crate::stream::{Stream, Worker};
 
-/// How often a copy that is held looks whether it still is.
+/// How often a copy that `allstream_test_cuda_pass` holds up checks whether it may run.
 const HELD: Duration = Duration::from_millis(1);
 
 /// One side of a copy.
 enum Side {
     /// The driver knows this memory.
     Known(Span),
-    /// The host's own, which a device cannot reach.
+    /// Ordinary host memory, which the driver does not know and a device cannot reach.
     Pageable(usize),
-    /// What was read from such memory when the copy was asked for.
+    /// The bytes that were read from pageable memory when the copy was asked for.
     Staged(Box<[u8]>),
 }
 
@@ -64,13 +64,13 @@ impl Side {
     }
 }
 
-/// In two parts, with a delay between them: whoever reads too early may see half of it.
+/// Copies in two parts, with a delay after each, so that a reader that does not wait may see half of the data.
 fn transfer(to: &Side, from: &Side, length: usize, worker: &Worker<'_>) -> Done {
     for part in [0..length / 2, length / 2..length] {
         let (to, from) = (to.pointer()?, from.pointer()?);
-        // SAFETY: both sides are `length` long: spans by their check against the allocation, whose mapping they keep;
-        // the caller's own memory by the caller's word, which for a target holds until the call returns, and that waits
-        // for this; staged bytes by how they were read. They may overlap.
+        // SAFETY: both sides are `length` bytes long. Spans were checked against their allocation, and keep it mapped. Pageable
+        // memory is only ever a target: the caller promised it until the call returns, and the call waits for this copy, unless the
+        // context ends first. Staged bytes were read with this length. The sides may overlap.
         unsafe { std::ptr::copy(from.add(part.start), to.add(part.start), part.len()) };
         worker.dawdle();
     }
@@ -82,7 +82,7 @@ fn copy(stream: &Arc<Stream>, to: Side, mut from: Side, length: usize, host_wait
         return Ok(());
     }
     if let Side::Pageable(at) = from {
-        // SAFETY: the caller's word that so many bytes can be read there now; later, it has not given it.
+        // SAFETY: the caller promised that `length` bytes can be read there during the call, but not later: they are copied now.
         from = Side::Staged(unsafe { std::slice::from_raw_parts(at as *const u8, length) }.into());
     }
     let waits = host_waits || matches!(to, Side::Pageable(_));
@@ -101,7 +101,7 @@ fn copy(stream: &Arc<Stream>, to: Side, mut from: Side, length: usize, host_wait
     Ok(())
 }
 
-/// Without a stream: in stream 0. The host waits if it is a side of it, and only then.
+/// A copy without a stream runs in stream 0. The call waits if one side is host memory, and only then.
 fn now(length: usize, sides: impl FnOnce(&Context) -> Done<(Side, Side)>) -> Done {
     let context = working()?;
     if length == 0 {
@@ -202,7 +202,7 @@ pub(crate) unsafe extern "C" fn cuMemcpyAsync(
     })
 }
 
-/// Each side is reached by its own context: these need no access between them.
+/// Each side is reached by its own context, so these two need no peer access to each other.
 fn peer_sides(to: (Address, Handle), from: (Address, Handle), length: usize) -> Done<(Side, Side)> {
     let side = |(at, context)| {
         let context = CONTEXTS.get(context).map_err(|_| Code::INVALID_CONTEXT)?;
@@ -223,7 +223,7 @@ pub(crate) unsafe extern "C" fn cuMemcpyPeer(
     call("cuMemcpyPeer", || {
         working()?;
         let (target, source) = peer_sides((to, to_context), (from, from_context), length)?;
-        // Ordered with the work of both.
+        // The copy comes after all work that both contexts have queued.
         for context in [to_context, from_context] {
             let context = CONTEXTS.get(context).map_err(|_| Code::INVALID_CONTEXT)?;
             Stream::all_of(&context).iter().try_for_each(|stream| stream.synchronize())?;

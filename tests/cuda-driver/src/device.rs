@@ -19,7 +19,7 @@ pub(crate) struct Device {
     pub(crate) primary: Mutex<Primary>,
 }
 
-/// A device's primary context, and by how many it is held.
+/// A device's primary context, and how many times it is retained.
 #[derive(Default)]
 pub(crate) struct Primary {
     pub(crate) context: Option<Arc<Context>>,
@@ -28,13 +28,13 @@ pub(crate) struct Primary {
 }
 
 impl Device {
-    /// Its primary context, if there is one: once no call waits for room there.
+    /// Waits while a call holds up the primary context, if there is one.
     fn pass_primary(&self) {
         let context = lock(&self.primary).context.clone();
         context.inspect(|context| context.pass());
     }
 
-    /// What the system calls it, in every process.
+    /// The system's number of the device, which is the same in every process.
     pub(crate) fn hardware(&self) -> i32 {
         knobs::hardware(self.ordinal)
     }
@@ -42,7 +42,7 @@ impl Device {
 
 static DEVICES: RwLock<Vec<Arc<Device>>> = RwLock::new(Vec::new());
 
-/// As many as the knob says, unless there are some.
+/// Makes as many devices as the knob says, unless there are some already.
 pub(crate) fn make_all() -> Done {
     let mut devices = DEVICES.write().unwrap_or_else(PoisonError::into_inner);
     if devices.is_empty() {
@@ -73,7 +73,7 @@ pub(crate) fn device(ordinal: i32) -> Done<Arc<Device>> {
     device.cloned().ok_or(Code::INVALID_DEVICE)
 }
 
-/// The count of bytes of a device; of nobody's, if it has gone.
+/// A device's count of allocated bytes; a change has no effect if the device is gone.
 pub(crate) fn used(ordinal: i32) -> Used {
     Used(device(ordinal).ok())
 }
@@ -88,7 +88,7 @@ impl Used {
     }
 }
 
-/// Names a device in every process alike: two processes see the same hardware.
+/// A device's UUID, which is the same in every process: it is made from the system's number.
 pub(crate) fn uuid(ordinal: i32) -> [u8; 16] {
     let mut uuid = *b"cuda-for-tests\0\0";
     uuid[15] = knobs::hardware(ordinal) as u8;
@@ -98,7 +98,7 @@ pub(crate) fn uuid(ordinal: i32) -> [u8; 16] {
 /// Multiprocessors.
 pub(crate) const PROCESSORS: i32 = 8;
 
-/// An attribute, by its number; `None` for one that no version has.
+/// An attribute, by its number; `None` for a number that CUDA does not define.
 #[allow(clippy::match_overlapping_arm, reason = "the last range is for all that no other arm names")]
 fn attribute(attribute: i32, ordinal: i32) -> Option<i32> {
     Some(match attribute {
@@ -106,7 +106,7 @@ fn attribute(attribute: i32, ordinal: i32) -> Option<i32> {
         4 => 64,
         5 => i32::MAX,
         6 | 7 => 65535,
-        // Shared memory of a block, constant memory, a warp.
+        // Bytes of shared memory of a block, bytes of constant memory, threads of a warp.
         8 => 49152,
         9 => 65536,
         10 => 32,
@@ -125,10 +125,10 @@ fn attribute(attribute: i32, ordinal: i32) -> Option<i32> {
         75 => 9,
         76 => 0,
         81 => 233_472,
-        // Host pointers of registered memory; wait and write of values (v1, 64 bits, nor); registering.
+        // Devices can use host pointers of registered memory; stream memory operations (v1, of 64 bits, NOR); registering of host memory.
         91..=94 | 99 => 1,
         97 => 232_448,
-        // Flushing of remote writes, pools, wait and write of values (64 bits, nor), events between processes.
+        // Flushing of remote writes, memory pools, stream memory operations (of 64 bits, NOR), events between processes.
         98 | 115 | 122 | 123 | 125 => 1,
         106 => 32,
         1..=150 => 0,
@@ -155,8 +155,8 @@ pub(crate) unsafe extern "C" fn cuDeviceGetName(name: *mut c_char, length: i32, 
             return Err(Code::INVALID_VALUE);
         }
         let taken = text.len().min(length);
-        // SAFETY: not null, and the caller gave room for `length` bytes; never more is written. The text's zero or our
-        // own ends it.
+        // SAFETY: not null, and the caller gave room for `length` bytes, of which at least one and at most all are written. The
+        // last byte written is a zero.
         unsafe {
             std::ptr::copy_nonoverlapping(text.as_ptr().cast(), name, taken);
             name.add(taken - 1).write(0);

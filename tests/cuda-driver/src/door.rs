@@ -1,5 +1,5 @@
-//! A door for libraries for tests that put kernels of their own on streams, as NCCL does: work that touches device memory, and may
-//! wait for anything.
+//! An entry point for other test libraries (`tests/nccl`) that put kernels of their own on streams, as NCCL does: such work touches
+//! device memory, and may wait for anything.
 
 use std::ffi::c_void;
 
@@ -17,14 +17,14 @@ pub(crate) struct Place {
     bytes: usize,
 }
 
-/// What is called when the stream comes to it: with the caller's argument, and where this process keeps each of the places. What it
-/// answers is the code of an error of the device, or 0.
+/// The function that the stream calls when it comes to the work, with the caller's argument and a pointer to each place in this
+/// process (null for one of 0 bytes). It returns 0, or the code of a device error.
 type Work = unsafe extern "C" fn(*mut c_void, *const *mut u8) -> Code;
 
-/// The caller's.
+/// The pointer that the caller gave for its function.
 struct Argument(*mut c_void);
 
-// SAFETY: we never look behind it; by queueing the work the caller expects it on another thread.
+// SAFETY: we never dereference the pointer; a caller that queues work expects its function to get the pointer on another thread.
 unsafe impl Send for Argument {}
 
 fn put(stream: Handle, places: &In<Place>, count: usize, work: Option<Work>, argument: *mut c_void) -> Done {
@@ -46,11 +46,11 @@ fn put(stream: Handle, places: &In<Place>, count: usize, work: Option<Work>, arg
             code => Err(code),
         }
     };
-    // Nothing of this can be captured.
+    // Such work cannot be captured.
     stream.submit(run)?.map(|_| ()).ok_or(Code::STREAM_CAPTURE_UNSUPPORTED)
 }
 
-/// Puts work on a stream. `places` are `count` pieces of device memory that it touches: they count as in use until it is over.
+/// Puts work on a stream. `places` are the `count` pieces of device memory that the work touches: they count as in use until it is over.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn allstream_test_cuda_work(
     stream: Handle,

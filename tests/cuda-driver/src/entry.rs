@@ -8,7 +8,7 @@ use crate::capture;
 use crate::codes::{Code, Done};
 use crate::knobs;
 
-/// The process that called `cuInit`, or 0: a child of a fork has no driver.
+/// The id of the process that called `cuInit`, or 0. A forked child has another id, and so no driver.
 static INITIALIZED_BY: AtomicU32 = AtomicU32::new(0);
 
 /// The process has begun to end: the driver is no longer there for anybody.
@@ -46,8 +46,8 @@ pub(crate) fn call(name: &'static str, body: impl FnOnce() -> Done) -> Code {
     })
 }
 
-/// Calls that find devices and contexts, or are about the thread or a context that is named: these need no current one,
-/// however strict we are. So do all whose names begin with `cuDevice`, and those of tests.
+/// Calls that find devices and contexts, or concern the thread or a context that they name: these need no current context, even if
+/// the knob `CONTEXT` is set. Neither do calls whose names begin with `cuDevice`, nor the functions for tests.
 const WITHOUT_CONTEXT: [&str; 8] = [
     "cuCtxCreate_v2",
     "cuCtxDestroy_v2",
@@ -63,7 +63,8 @@ fn needs_context(name: &str) -> bool {
     !name.starts_with("cuDevice") && !name.starts_with("allstream_test_") && !WITHOUT_CONTEXT.contains(&name)
 }
 
-/// Calls that may wait for all that is on the device, beside those that make streams.
+/// Calls that wait for all work on the device if the knob `WAITS` is set. So do calls that make streams or open memory of other
+/// processes, which call `settle` themselves.
 const MAY_WAIT: [&str; 11] = [
     "cuMemAlloc_v2",
     "cuMemFree_v2",
@@ -78,7 +79,7 @@ const MAY_WAIT: [&str; 11] = [
     "cuModuleGetFunction",
 ];
 
-/// Calls that wait while another waits for room in a stream of the context.
+/// Calls that allocate or register memory: they wait while another call waits for room in a stream of the context.
 const GETS_MEMORY: [&str; 4] =
     ["cuMemAlloc_v2", "cuMemAllocHost_v2", "cuMemHostAlloc", "cuMemHostRegister_v2"];
 
@@ -103,12 +104,12 @@ pub(crate) fn early(name: &'static str, body: impl FnOnce() -> Done) -> Code {
     match catch_unwind(AssertUnwindSafe(body)) {
         Ok(Ok(())) => Code::SUCCESS,
         Ok(Err(code)) => code,
-        // Never across the boundary. The panic's own message has gone to stderr.
+        // A panic must not cross the C boundary. Its own message has gone to stderr.
         Err(_) => Code::UNKNOWN,
     }
 }
 
-/// Runs a function of the caller's on this thread, which may not call the driver from it.
+/// Runs a host function of the caller's, which may not call the driver.
 pub(crate) fn host_function(run: impl FnOnce()) {
     IN_HOST_FUNCTION.set(true);
     run();
@@ -126,7 +127,7 @@ pub(crate) unsafe extern "C" fn cuInit(flags: u32) -> Code {
             return Err(Code::NOT_INITIALIZED);
         }
         static AT_EXIT: std::sync::Once = std::sync::Once::new();
-        // SAFETY: a function without arguments that does not unwind; this library is never closed.
+        // SAFETY: `exited` has no arguments and does not unwind; this library is never closed.
         AT_EXIT
             .call_once(|| assert_eq!(unsafe { libc::atexit(exited) }, 0, "no room for a function at exit"));
         crate::device::make_all()?;

@@ -27,7 +27,7 @@ pub(crate) struct Event {
     pub(crate) shared: Option<Arc<Shared>>,
 }
 
-/// Where the last record stands, and when it was reached.
+/// The point of the last record in its stream, and the time when it was reached.
 #[derive(Clone)]
 struct Point {
     ticket: Ticket,
@@ -36,22 +36,22 @@ struct Point {
 
 /// A page that processes share: how many records there were, and which of them were reached.
 ///
-/// A wait stands for the record that was the last one when it was asked for. A later record, by whomever, that is reached
-/// before it ends no such wait: so each record has a place of its own to say that it was reached.
+/// A wait is for the record that was the last one when the wait was asked for. A later record, of any process, may be reached
+/// earlier and must not end that wait: so each record has a place of its own that tells whether it was reached.
 pub(crate) struct Shared {
     mapping: Mapping,
-    /// Of whoever made it.
+    /// The page's file, in the process that made the event.
     pub(crate) file: Option<std::os::fd::OwnedFd>,
 }
 
-/// Words of the page: the number of records, and places where they say that they were reached. A place is used again after
-/// so many more records: nobody waits for one that old.
+/// Words of the page: the number of records, then the places that tell which records were reached.
+/// A place is used again `WORDS - 1` records later: nobody waits for a record that old.
 const WORDS: usize = crate::space::PAGE / 8;
 
 impl Shared {
     fn words(&self) -> &[AtomicU64; WORDS] {
-        // SAFETY: the mapping is a page, aligned, zeroed when new, lives as long as `self`, and only ever used as these
-        // atomic words, by every process.
+        // SAFETY: the mapping is a whole page, aligned, zeroed when new, and lives as long as `self`; every process uses it only as
+        // these atomic words.
         unsafe { &*(self.mapping.address() as *const [AtomicU64; WORDS]) }
     }
 
@@ -104,7 +104,7 @@ impl Event {
         event
     }
 
-    /// The event a caller means.
+    /// The event that a caller's handle names.
     pub(crate) fn named(handle: Handle) -> Done<Arc<Self>> {
         let event = EVENTS.get(handle)?;
         event.context.pass();
@@ -115,7 +115,7 @@ impl Event {
         self.handle
     }
 
-    /// Nobody can tell of a record in a graph when it is reached: it does not run.
+    /// A record that was captured into a graph does not run, so nobody can ask whether it was reached.
     fn not_captured(&self) -> Done {
         if self.captured.load(Ordering::Acquire) { Err(Code::CAPTURED_EVENT) } else { Ok(()) }
     }
@@ -124,7 +124,7 @@ impl Event {
         lock(&self.point).clone()
     }
 
-    /// Whether all that was before the last record is done; an event without a record is.
+    /// Whether all work before the last record is done; true if there was no record.
     fn is_done(&self) -> bool {
         match &self.shared {
             Some(shared) => shared.is_done(shared.recorded()),
@@ -139,7 +139,7 @@ impl Event {
         let reached = Arc::new(OnceLock::new());
         let (mark, shared) = (reached.clone(), self.shared.clone());
         let number = shared.as_ref().map(|shared| shared.words()[0].fetch_add(1, Ordering::AcqRel) + 1);
-        // Under the lock: the record that was queued last is the one the event stands for.
+        // Queued under the lock, so that `point` is that of the record that was queued last.
         let mut point = lock(&self.point);
         let ticket = stream.submit(move |_| {
             let _ = mark.set(Instant::now());
@@ -161,7 +161,7 @@ pub(crate) unsafe extern "C" fn cuEventCreate(out: Out<Handle>, flags: u32) -> C
     call("cuEventCreate", || {
         let context = working()?;
         let known = BLOCKING_SYNC | DISABLE_TIMING | INTERPROCESS;
-        // As the manual demands: an event between processes has no time.
+        // The manual demands that an event between processes be made without timing.
         if flags & !known != 0 || (flags & INTERPROCESS != 0 && flags & DISABLE_TIMING == 0) {
             return Err(Code::INVALID_VALUE);
         }
@@ -215,7 +215,7 @@ pub(crate) unsafe extern "C" fn cuEventQuery(event: Handle) -> Code {
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn cuEventSynchronize(event: Handle) -> Code {
     call("cuEventSynchronize", || {
-        // As the reference has it: without a current context there is no waiting.
+        // The reference demands a current context for this wait.
         current()?;
         let event = Event::named(event)?;
         event.context.check()?;
@@ -240,7 +240,7 @@ pub(crate) unsafe extern "C" fn cuStreamWaitEvent(stream: Handle, event: Handle,
         if flags > 1 {
             return Err(Code::INVALID_VALUE);
         }
-        // What the event stands for now; a record that comes later changes nothing.
+        // The wait is for the last record so far; a later record changes nothing.
         if let Some(shared) = event.shared.clone() {
             let number = shared.recorded();
             stream.submit(move |worker| {

@@ -1,4 +1,4 @@
-//! A call that never returns, by a variable: what a driver that hangs looks like from outside.
+//! A call that never returns, if an environment variable asks for it: how a driver that hangs looks to its caller.
 
 use std::sync::Mutex;
 
@@ -10,12 +10,12 @@ struct Hang {
     left: u64,
 }
 
-/// `cuFunctionName:n`: the `n`th call of it never returns. The name may lack the suffix of its version.
+/// `cuFunctionName:n`: the `n`th call of this function never returns. The name may be given without its suffix `_v2`.
 fn asked() -> Option<Hang> {
     let text = std::env::var("ALLSTREAM_TEST_CUDA_HANG").ok().filter(|text| !text.is_empty())?;
     let parsed = text.split_once(':').and_then(|(name, nth)| Some((name.to_owned(), nth.parse().ok()?)));
     let Some((name, left)) = parsed else {
-        // A test that turns a knob wrongly must not pass for the wrong reason.
+        // A knob that cannot be read must not let a test pass for the wrong reason.
         eprintln!("ALLSTREAM_TEST_CUDA_HANG: cannot read {text:?}");
         std::process::abort()
     };
@@ -37,7 +37,7 @@ pub(crate) fn perhaps(name: &str) {
         if hang.left > 0 {
             return;
         }
-        // Once.
+        // Only this call hangs; later ones return.
         hang.left = u64::MAX;
     }
     loop {

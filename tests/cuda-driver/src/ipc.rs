@@ -1,7 +1,7 @@
 //! Memory and events of other processes.
 //!
-//! A handle names a file descriptor of the process that gave it, which lies open to us in `/proc` as long as that process
-//! lives: nothing has to be served, and nothing is left behind.
+//! A handle names a file descriptor of the process that made the handle. Other processes open it under `/proc` while that process
+//! lives: nobody has to serve requests, and nothing is left behind.
 
 use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
@@ -19,10 +19,10 @@ use crate::space::{self, Kind, Memory, find};
 use crate::stream::settle;
 
 const MEMORY: u64 = u64::from_le_bytes(*b"test-mem");
-/// The number of a device that this process does not see.
+/// The device number of memory whose device this process does not see.
 const HIDDEN: i32 = -1;
 const EVENT: u64 = u64::from_le_bytes(*b"test-evt");
-/// The only flag, without which real drivers open nothing.
+/// The only flag; real drivers open memory only with this flag.
 const LAZY_PEER_ACCESS: u32 = 1;
 
 /// `CUipcMemHandle` and `CUipcEventHandle`.
@@ -30,7 +30,7 @@ const LAZY_PEER_ACCESS: u32 = 1;
 #[repr(C)]
 pub(crate) struct Token([u8; 64]);
 
-/// What a token says.
+/// The contents of a token.
 #[derive(Clone, Copy)]
 struct Words {
     what: u64,
@@ -40,7 +40,7 @@ struct Words {
     size: u64,
     device: u64,
     id: u64,
-    /// Where it is in the process that gave it.
+    /// The address of the memory in the process that made the token.
     base: u64,
 }
 
@@ -56,7 +56,7 @@ impl Token {
         Token(bytes)
     }
 
-    /// What it says, if it is one of another process's.
+    /// The contents, if the token is of the wanted kind and another process made it.
     fn read(&self, wanted: u64) -> Done<Words> {
         let word = |index: usize| {
             let mut word = [0; 8];
@@ -83,21 +83,21 @@ impl Words {
     }
 }
 
-/// What is mapped.
+/// Memory of another process that is mapped here.
 struct Import {
     memory: Arc<Memory>,
     /// How often it was opened.
     opened: u32,
-    /// Where it is in the process that gave it.
+    /// The address of the memory in the process that made the token.
     base: u64,
 }
 
-/// By process, memory and context.
+/// By the process that made the token, the memory's id there, and our context.
 type Imports = BTreeMap<(u64, u64, Handle), Import>;
 
 static IMPORTS: Mutex<Imports> = Mutex::new(BTreeMap::new());
 
-/// The name is that of the whole allocation, wherever in it the pointer is.
+/// The handle is for the whole allocation, wherever in it the pointer is.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn cuIpcGetMemHandle(out: Out<Token>, at: Address) -> Code {
     call("cuIpcGetMemHandle", || {
@@ -121,7 +121,7 @@ pub(crate) unsafe extern "C" fn cuIpcGetMemHandle(out: Out<Token>, at: Address) 
     })
 }
 
-/// A container or a part of a divided device may have no memory that processes share.
+/// In some containers, and on parts of a divided device (MIG), processes cannot share memory.
 fn supported() -> Done {
     if knobs::strict().no_ipc { Err(Code::NOT_SUPPORTED) } else { Ok(()) }
 }
@@ -133,7 +133,7 @@ fn open(out: &Out<Address>, token: Token, flags: u32) -> Done {
         return Err(Code::INVALID_VALUE);
     }
     let words = token.read(MEMORY)?;
-    // A device that this process does not see may own it all the same.
+    // The memory may be on a device that this process does not see.
     let (owner, ours) = (words.device as i32, context.device.hardware());
     if owner != ours && !knobs::peers(owner, ours) {
         return Err(Code::PEER_ACCESS_UNSUPPORTED);
@@ -146,7 +146,7 @@ fn open(out: &Out<Address>, token: Token, flags: u32) -> Done {
         import.opened += 1;
         return out.set(import.memory.base);
     }
-    // Memory of that process's that was freed is still mapped where this one lies: as real drivers answer.
+    // Older memory of that process, freed there since, is still mapped here and lay at these addresses: real drivers refuse this.
     let lies_there = |import: &Import| {
         import.base < words.base + words.size && words.base < import.base + import.memory.size as u64
     };
@@ -196,7 +196,7 @@ pub(crate) unsafe extern "C" fn cuIpcCloseMemHandle(at: Address) -> Code {
 pub(crate) unsafe extern "C" fn cuIpcGetEventHandle(out: Out<Token>, event: Handle) -> Code {
     call("cuIpcGetEventHandle", || {
         let event = Event::named(event)?;
-        // Only who made it can give it on.
+        // Only the process that made the event can make a handle for it.
         let shared = event.shared.as_ref().and_then(|shared| shared.file.as_ref());
         let file = shared.ok_or(Code::INVALID_HANDLE)?.as_raw_fd() as u64;
         let process = std::process::id().into();

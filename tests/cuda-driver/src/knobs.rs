@@ -1,4 +1,4 @@
-//! What a test can turn: by environment variables, read once, and by functions at run time.
+//! The driver's knobs: environment variables that are read once, and functions that a test calls at run time.
 
 use std::collections::BTreeMap;
 use std::ffi::c_char;
@@ -11,7 +11,7 @@ use crate::codes::{Code, Done};
 
 /// The version we say we are: 12.8.
 pub(crate) const VERSION: i32 = 12080;
-/// As many as the matrix of peers has rows.
+/// `no_peer` has a bit for every pair of so many devices.
 pub(crate) const MOST_DEVICES: usize = 8;
 
 /// A call that is to fail: the `left`th from now.
@@ -34,9 +34,10 @@ pub(crate) struct Strictness {
     pub(crate) no_ipc: bool,
     /// Addresses of device memory that was freed are given again.
     pub(crate) reuse: bool,
-    /// Machine code is taken where it is of our devices.
+    /// The machine code that ships for our devices is accepted; otherwise all machine code is refused.
     pub(crate) machine_code: bool,
-    /// Who waits for room in a stream holds up every call into the context; otherwise only calls that get memory, as measured on an H200.
+    /// A call that waits for room in a full stream holds up every other call into the context; otherwise it holds up only
+    /// calls that allocate memory, as measured on an H200.
     pub(crate) context_lock: bool,
 }
 
@@ -74,16 +75,16 @@ struct Knobs {
     budget: AtomicU64,
     /// Hardware queues of a context that is made from now on.
     queues: AtomicU64,
-    /// How they are dealt to streams: a [`Deal`].
+    /// How the hardware queues are dealt to streams: a [`Deal`].
     deal: AtomicU64,
-    /// Pieces of work that are not done which a stream takes; 0: any number.
+    /// How many unfinished pieces of work a stream can hold; 0: any number.
     depth: AtomicU64,
     strict: Strictness,
-    /// Launches of kernels whose name contains this store wrong values; none do, if it is empty.
+    /// Kernels whose name contains this text store wrong values; none do if it is empty.
     spoil: String,
-    /// The devices that this process sees, in its order; all, if there are none.
+    /// The system's numbers of the devices that this process sees, in its order; it sees all if there are none here.
     visible: Vec<i32>,
-    /// By direction, to the host and to a device: so many copies pass, and the others wait.
+    /// How many more copies to the host, and how many to a device, may run; later ones wait. `u64::MAX`: no limit.
     pass: [AtomicU64; 2],
     calls: Mutex<BTreeMap<&'static str, u64>>,
     faults: Mutex<Vec<Fault>>,
@@ -139,13 +140,13 @@ fn visible() -> Vec<i32> {
     numbers.map(|text| number(text).unwrap_or_else(|| wrong("VISIBLE", text))).collect()
 }
 
-/// What the system calls the device with this number of this process's.
+/// The system's number of the device that has this number in this process.
 pub(crate) fn hardware(ordinal: i32) -> i32 {
     let visible = &knobs().visible;
     usize::try_from(ordinal).ok().and_then(|ordinal| visible.get(ordinal)).copied().unwrap_or(ordinal)
 }
 
-/// What this process calls the system's device with this number, if it sees it.
+/// This process's number of the system's device `hardware`, if the process sees that device.
 pub(crate) fn ordinal(hardware: i32) -> Option<i32> {
     let visible = &knobs().visible;
     if visible.is_empty() {
@@ -183,7 +184,7 @@ fn flag(name: &str, default: bool) -> bool {
     }
 }
 
-/// A test that turns a knob wrongly must not pass for the wrong reason.
+/// Ends the process: a knob that cannot be read must not let a test pass for the wrong reason.
 fn wrong(name: &str, text: &str) -> ! {
     eprintln!("ALLSTREAM_TEST_CUDA_{name}: cannot read {text:?}");
     std::process::abort()
@@ -194,7 +195,7 @@ fn pair_bits(a: u64, b: u64) -> Option<u64> {
     (a < most && b < most).then(|| 1 << (a * most + b) | 1 << (b * most + a))
 }
 
-/// Whether calls that may wait for the device do.
+/// Whether calls wait for the device where a real driver may wait.
 pub(crate) fn waits() -> bool {
     number("WAITS", 0) != 0
 }
@@ -226,7 +227,7 @@ pub(crate) enum Deal {
     InTurn,
     /// At random, by the seed. Streams of every priority share all queues.
     Seeded,
-    /// The same, but the last half of the queues (at least one, of two or more) is for streams of the highest priority alone.
+    /// At random too. With two queues or more, the last half of them (rounded down) is for streams of the highest priority alone.
     Apart,
 }
 
@@ -242,7 +243,7 @@ pub(crate) fn queues() -> usize {
     knobs().queues.load(Ordering::Relaxed) as usize
 }
 
-/// How many pieces of work a stream takes that are not done, a real one some thousand; `None`: any number.
+/// How many unfinished pieces of work a stream can hold (on a real device about a thousand); `None`: any number.
 pub(crate) fn depth() -> Option<u64> {
     Some(knobs().depth.load(Ordering::Relaxed)).filter(|depth| *depth > 0)
 }
@@ -260,13 +261,13 @@ pub(crate) fn memory() -> usize {
     knobs().memory.load(Ordering::Relaxed) as usize
 }
 
-/// By the numbers of the system's.
+/// Whether two devices, by the system's numbers, can reach each other.
 pub(crate) fn peers(a: i32, b: i32) -> bool {
     let bits = pair_bits(a as u64, b as u64).unwrap_or(u64::MAX);
     a != b && knobs().no_peer.load(Ordering::Relaxed) & bits == 0
 }
 
-/// Counts a call, and says how it is to fail, if it is.
+/// Counts a call; gives the code that it is to fail with, if it is to fail.
 pub(crate) fn counted(name: &'static str) -> Option<Code> {
     let knobs = knobs();
     *lock(&knobs.calls).entry(name).or_default() += 1;
@@ -288,7 +289,7 @@ pub(crate) fn counted(name: &'static str) -> Option<Code> {
     code
 }
 
-/// Counts something that tests ask for as they do for calls.
+/// Counts something else than a call, which tests can query under this name like a function's calls.
 pub(crate) fn note(what: &'static str) {
     *lock(&knobs().calls).entry(what).or_default() += 1;
 }
@@ -326,7 +327,7 @@ pub(crate) fn budget() -> u64 {
     knobs().budget.load(Ordering::Relaxed)
 }
 
-/// Whether a copy may go on now; once it may, it counts.
+/// Whether a copy may run now; if so, it is counted against the limit.
 pub(crate) fn passes(to_device: bool) -> bool {
     let less = |left: u64| if left == u64::MAX { Some(left) } else { left.checked_sub(1) };
     let pass = &knobs().pass[usize::from(to_device)];
@@ -358,7 +359,7 @@ pub(crate) extern "C" fn allstream_test_cuda_set_memory(bytes: u64) -> Code {
     })
 }
 
-/// Delays of at most so many microseconds before pieces of work; 0 for none. The seed counts for streams made later.
+/// Delays of at most so many microseconds before pieces of work; 0 for none. The seed applies to streams that are made later.
 #[unsafe(no_mangle)]
 pub(crate) extern "C" fn allstream_test_cuda_set_delays(longest_us: u64, seed: u64) -> Code {
     setter(|knobs| {
@@ -391,7 +392,7 @@ pub(crate) extern "C" fn allstream_test_cuda_set_budget(instructions: u64) -> Co
     })
 }
 
-/// The hardware queues that contexts have which are made from now on; 0: as many as the variable says.
+/// How many hardware queues a context gets that is made from now on; 0: as many as the environment variables say.
 #[unsafe(no_mangle)]
 pub(crate) extern "C" fn allstream_test_cuda_set_queues(count: u32) -> Code {
     setter(|knobs| {
@@ -417,7 +418,7 @@ pub(crate) extern "C" fn allstream_test_cuda_set_deal(deal: u32) -> Code {
     })
 }
 
-/// Pieces of work that a stream takes which are not done; 0: any number. Who waits for room looks at this again.
+/// How many unfinished pieces of work a stream can hold; 0: any number. Calls that wait for room follow the change.
 #[unsafe(no_mangle)]
 pub(crate) extern "C" fn allstream_test_cuda_set_depth(pieces: u64) -> Code {
     setter(|knobs| {
@@ -426,8 +427,8 @@ pub(crate) extern "C" fn allstream_test_cuda_set_depth(pieces: u64) -> Code {
     })
 }
 
-/// Of the copies to the host (0) or to a device (1) that are asked for with a stream, so many pass from now on, and then the
-/// streams wait; all ones: all pass.
+/// From now on `copies` copies to the host (0) or to a device (1) run, asynchronous or not; later ones wait, and hold up their
+/// streams. All ones: no limit.
 #[unsafe(no_mangle)]
 pub(crate) extern "C" fn allstream_test_cuda_pass(direction: u32, copies: u64) -> Code {
     setter(|knobs| {
@@ -437,8 +438,8 @@ pub(crate) extern "C" fn allstream_test_cuda_pass(direction: u32, copies: u64) -
     })
 }
 
-/// Makes the `nth` call from now (1 is the next) of a function fail. The name may lack the suffix `_v2`, and then counts
-/// all versions. Several can be set; `nth` of 0 takes back all of this name, a null name everything.
+/// Makes the `nth` call of a function from now on (1 is the next) fail. A name without its version suffix means all versions.
+/// Several faults can be set; an `nth` of 0 takes back all faults of this name, a null name all faults.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn allstream_test_cuda_fail(name: In<c_char>, nth: u64, code: Code) -> Code {
     setter(|knobs| {

@@ -50,7 +50,7 @@ fn arguments(function: &Function, places: &In<*const u8>, extra: &In<*const c_vo
 /// Bytes that kernels have read and written.
 static MOVED: AtomicU64 = AtomicU64::new(0);
 
-/// How many bytes of memory the kernels of this process have read and written together, those that have come to their ends.
+/// How many bytes of memory the kernels of this process have read and written together. Only kernels that ended without an error count.
 #[unsafe(no_mangle)]
 pub(crate) extern "C" fn allstream_test_cuda_moved() -> u64 {
     MOVED.load(Ordering::Relaxed)
@@ -109,7 +109,7 @@ fn execute(function: &Arc<Function>, shape: &Shape, params: &[u8], worker: &Work
         budget: knobs::budget(),
         spoiled: knobs::spoils(&function.entry().name),
         find: &find,
-        // What it may be waiting for runs on another thread, perhaps without a core of its own.
+        // What the kernel may be waiting for runs on another thread, which may need this core.
         wanted: &|| {
             std::thread::yield_now();
             worker.context.check().is_ok()
@@ -143,7 +143,7 @@ pub(crate) unsafe extern "C" fn cuLaunchKernel(
     })
 }
 
-/// `CUlaunchConfig`. Attributes, of which there may be none, change nothing that could be seen here.
+/// `CUlaunchConfig`. Attributes, if there are any, are ignored: they change nothing that could be seen here.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub(crate) struct Config {

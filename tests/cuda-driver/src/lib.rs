@@ -2,8 +2,8 @@
 //!
 //! See the README for what it can show and what it cannot.
 //!
-//! Functions carry the names and signatures of the real library, whose manual documents them; here stand only the
-//! choices that are ours.
+//! The functions have the names and signatures of the real library, whose manual documents them. Comments here explain
+//! only choices of our own.
 
 mod abi;
 mod capture;

@@ -26,7 +26,7 @@ pub(crate) unsafe extern "C" fn cuMemFree_v2(at: Address) -> Code {
         let memory = space::beginning(at).ok_or(Code::INVALID_VALUE)?;
         match memory.kind {
             Kind::Device => memory.end(),
-            // Memory of the pool may be freed so too, once its streams are done with it.
+            // Memory of a pool may be freed this way too, once all streams of the current context are done.
             Kind::Pool if !memory.ending.swap(true, Ordering::AcqRel) => {
                 Stream::all_of(&context).iter().try_for_each(|stream| stream.synchronize())?;
                 memory.end()
@@ -101,13 +101,14 @@ pub(crate) unsafe extern "C" fn cuMemGetAddressRange_v2(
     })
 }
 
-/// Writes one attribute, of whatever width; zeros for a pointer that the driver does not know.
+/// Writes one attribute, in its own width: for an unknown pointer -2 as the device's number, and zeros for all else. Gives whether
+/// the pointer has the attribute.
 fn attribute(out: *mut c_void, attribute: i32, at: Address) -> Done<bool> {
     let memory = find(at, 1);
     let known = memory.as_deref();
     let host = known.is_some_and(Memory::on_the_host);
     match attribute {
-        // Memory of a pool is of no context.
+        // Memory of a pool belongs to no context.
         1 => {
             let context = known.filter(|memory| memory.kind != Kind::Pool);
             Out::from_untyped(out).set(context.map_or(0, |memory| memory.context))?;
@@ -167,12 +168,12 @@ pub(crate) unsafe extern "C" fn cuPointerGetAttributes(
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn cuPointerSetAttribute(_value: In<u8>, number: i32, at: Address) -> Code {
     call("cuPointerSetAttribute", || {
-        // Synchronous copies are the only thing that can be set; ours are as they are.
+        // Only the attribute for synchronous copies (6) can be set; it changes nothing here.
         if number == 6 && find(at, 1).is_some() { Ok(()) } else { Err(Code::INVALID_VALUE) }
     })
 }
 
-/// A fill copies so much at a time, whole patterns: what stays in a cache.
+/// The most bytes that a fill copies at a time: a multiple of every pattern's size that stays in a cache.
 const COPIED: usize = 64 << 10;
 
 /// Fills `count` elements with a pattern.
@@ -194,9 +195,10 @@ fn fill(
     let pattern = pattern.to_vec();
     stream.submit(move |_| {
         let start = span.pointer()?;
-        // The pattern once, then what there is behind itself: in few steps, however small the pattern is.
+        // Writes the pattern once, then copies what is filled already behind itself: that takes few steps, however small the
+        // pattern is.
         let mut done = pattern.len();
-        // SAFETY: the span is `count` patterns long, which is not nothing, and its mapping lives as long as the span.
+        // SAFETY: the span is `count` patterns long, at least one, and keeps its memory mapped.
         unsafe { std::ptr::copy_nonoverlapping(pattern.as_ptr(), start, done) };
         while done < size {
             let more = done.min(size - done).min(COPIED);
@@ -209,7 +211,7 @@ fn fill(
     Ok(())
 }
 
-/// As the real library: the host does not wait, even without a stream.
+/// As in the real library, the call does not wait for the fill, even without a stream.
 fn fill_now(at: Address, pattern: &[u8], count: usize) -> Done {
     fill(&*working()?, at, pattern, count, &Stream::named(0)?)
 }

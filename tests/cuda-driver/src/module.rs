@@ -17,7 +17,7 @@ pub(crate) struct Module {
     handle: Handle,
     pub(crate) context: Arc<Context>,
     pub(crate) code: ptx::Module,
-    /// Its variables, in order.
+    /// The memory of its variables, in the order of `code.globals`.
     globals: Vec<Arc<Memory>>,
 }
 
@@ -29,7 +29,7 @@ pub(crate) struct Function {
 pub(crate) static MODULES: Table<Module> = Table::new();
 pub(crate) static FUNCTIONS: Table<Function> = Table::new();
 
-/// Threads of a block, and of a processor.
+/// The most threads of a block, and those of a multiprocessor.
 pub(crate) const MOST_THREADS: u32 = 1024;
 const PROCESSOR_THREADS: i32 = 2048;
 /// What our devices are: compute capability 9.0.
@@ -43,7 +43,7 @@ impl Module {
         for global in &code.globals {
             let memory = Memory::on_device(Kind::Global, global.bytes.len().max(1), &context)?;
             let place = Span::of(memory.clone(), memory.base).pointer()?;
-            // SAFETY: the memory was just made, as long as the bytes.
+            // SAFETY: the memory was just made, and is at least as long as the bytes.
             unsafe { std::ptr::copy_nonoverlapping(global.bytes.as_ptr(), place, global.bytes.len()) };
             globals.push(memory);
         }
@@ -82,11 +82,11 @@ pub(crate) fn end_all_of(context: Handle) {
         .for_each(|module| module.end());
 }
 
-/// What every ELF file of 64 bits begins with.
+/// The size of the header that every ELF file of 64 bits begins with.
 const ELF_HEADER: usize = 64;
 
-/// How long an ELF file of 64 bits says that it is: both of its tables are in it, and in those that ptxas makes one of them is the last
-/// thing that there is.
+/// The length of an ELF file of 64 bits, by its header: both of its tables lie in the file, and in the files that ptxas makes, the
+/// later one is the last thing in the file.
 fn elf_length(header: [u8; ELF_HEADER]) -> Option<usize> {
     const LITTLE_64: [u8; 2] = [2, 1];
     if header[4..6] != LITTLE_64 {
@@ -100,8 +100,8 @@ fn elf_length(header: [u8; ELF_HEADER]) -> Option<usize> {
     usize::try_from(programs.max(sections)).ok()
 }
 
-/// The PTX from which this machine code was made, if it is that of one of the modules that ship, for our devices. We cannot run machine
-/// code.
+/// The PTX that this machine code was made from, if it is the code that ships with one of our modules for our devices. The PTX runs
+/// instead, as we cannot run machine code.
 fn made_from(image: *const c_void) -> Option<&'static str> {
     // SAFETY: the caller of the exported function gives a whole ELF file, which begins with so many bytes.
     let length = elf_length(unsafe { image.cast::<[u8; ELF_HEADER]>().read_unaligned() })?;
@@ -113,13 +113,13 @@ fn made_from(image: *const c_void) -> Option<&'static str> {
     known.find(|module| code(module) == Some(image)).map(|module| module.ptx())
 }
 
-/// Texts, and machine code whose text we know.
+/// Reads an image: PTX, or machine code whose PTX we know.
 fn read(image: *const c_void) -> Done<ptx::Module> {
     if image.is_null() {
         return Err(Code::INVALID_VALUE);
     }
-    // SAFETY: not null, and the caller gives an image, which is one of these binaries, or ends with a zero; at least four
-    // bytes are there, as the first that differs ends the comparison.
+    // SAFETY: not null, and the caller gives an image: a binary of one of the two kinds below, or a text that ends with a
+    // zero. The comparison ends at the first byte that differs, so it reads nothing behind a text of fewer than four bytes.
     let is_binary = |magic: &[u8]| (0..4).all(|at| unsafe { image.cast::<u8>().add(at).read() } == magic[at]);
     if is_binary(&[0x50, 0xed, 0x55, 0xba]) {
         return Err(Code::NO_BINARY_FOR_GPU);
@@ -130,7 +130,7 @@ fn read(image: *const c_void) -> Done<ptx::Module> {
         knobs::note("cuModuleLoadData, machine code");
         return Ok(module);
     }
-    // SAFETY: the caller's word: a text that ends with a zero.
+    // SAFETY: the caller promised a text that ends with a zero.
     let text = unsafe { CStr::from_ptr(image.cast()) };
     let module = parsed(text.to_str().map_err(|_| Code::INVALID_PTX)?)?;
     knobs::note("cuModuleLoadData, PTX");
@@ -139,7 +139,7 @@ fn read(image: *const c_void) -> Done<ptx::Module> {
 
 fn parsed(text: &str) -> Done<ptx::Module> {
     let module = ptx::parse(text).map_err(|refused| {
-        // Where someone looks who wonders about a bare number.
+        // The code alone does not tell the cause; stderr is where its reader looks next.
         eprintln!("cuda driver for tests: PTX line {}: {}", refused.line, refused.why);
         *crate::abi::lock(&LAST_REFUSAL) = format!("line {}: {}", refused.line, refused.why);
         if refused.why.starts_with(".version") { Code::UNSUPPORTED_PTX_VERSION } else { Code::INVALID_PTX }

@@ -1,4 +1,4 @@
-//! The account of what lives, and the way back to the beginning.
+//! Counts of the living objects, and the reset to the state before `cuInit`.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -10,25 +10,25 @@ use crate::module::MODULES;
 use crate::space::{self, Kind};
 use crate::stream::{OWN_STREAMS, STREAMS};
 
-/// Memory that was freed while queued work was still to use it.
+/// How many pieces of memory were freed while queued work was still to use them.
 pub(crate) static FREED_IN_USE: AtomicU64 = AtomicU64::new(0);
 
-/// What lives.
+/// How many objects of each kind live.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
 pub(crate) struct Report {
     contexts: u64,
     streams: u64,
     events: u64,
-    /// Of devices' memory.
+    /// Allocations of device memory.
     allocations: u64,
     allocated_bytes: u64,
     host_allocations: u64,
     registered: u64,
-    /// Memory of other processes.
+    /// Memory of other processes that is mapped here.
     mapped_handles: u64,
     modules: u64,
-    /// Since the last reset; not something that lives.
+    /// Counted since the last reset; this is not a number of living objects.
     freed_in_use: u64,
 }
 
@@ -50,7 +50,7 @@ fn report() -> Report {
     }
 }
 
-/// Tells what lives.
+/// Reports how many objects live.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn allstream_test_cuda_report(out: Out<Report>) -> Code {
     out.set(report()).err().unwrap_or(Code::SUCCESS)
@@ -71,7 +71,7 @@ fn reset() -> Done {
     Ok(())
 }
 
-/// As if the library had just been loaded, with the knobs as they are; refused while anything lives.
+/// Goes back to the state before `cuInit`, but keeps the knobs; refused while any object lives.
 #[unsafe(no_mangle)]
 pub(crate) extern "C" fn allstream_test_cuda_reset() -> Code {
     reset().err().unwrap_or(Code::SUCCESS)

@@ -1,9 +1,9 @@
 //! Addresses: which memory lies where, whose it is, and where this process really keeps it.
 //!
-//! A device is an arena: a sparse memfd, mapped where only this driver knows. The addresses callers see are those of a
-//! reservation of the same size that nobody can touch, so that a host that follows a device's pointer dies at once.
-//! Addresses are not given twice, so whatever uses memory after its end is found out; only the knob `REUSE` has them given again, with
-//! other pages behind them, as another process may still have the old ones.
+//! A device's memory is an arena: a sparse memfd, mapped at addresses that only this driver knows. The addresses that callers see
+//! are those of a reservation of the same size without access, so that host code that follows a device pointer crashes at once.
+//! No address is given twice, so that any use of memory after its end is noticed. Only the knob `REUSE` has addresses given again;
+//! other pages lie behind them then, as another process may still map the old ones.
 
 use std::collections::BTreeMap;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
@@ -14,18 +14,18 @@ use crate::abi::{Address, Handle, fresh, lock};
 use crate::codes::{Code, Done};
 use crate::context::Context;
 
-/// What new memory holds: not a number in every type of floats, and no small number in any type.
+/// The byte that new memory is filled with: a NaN in every float type, -1 or the largest value in every integer type.
 pub(crate) const FRESH: u8 = 0xff;
-/// Of larger memory only so much is filled, at its beginning: the system takes longer to give the pages of a pool's block than a
-/// test takes to use a few of them. The rest is zeros.
+/// At most so many bytes of new memory are filled, from its beginning; the rest is zeros. The pages of a pool's whole block would take
+/// more time than a test that uses only a few of them.
 const FILLED: usize = 2 << 20;
-/// What freed memory holds, for those who still map it: in its first bytes, as it would otherwise never be given back.
+/// The byte that freed memory is filled with, for whoever still maps it: only its first `SHOWN` bytes, as the system gets back the rest.
 pub(crate) const FREED: u8 = 0xdd;
 const SHOWN: usize = 1 << 20;
 
-/// Addresses a device has, for all allocations of its life together.
+/// How many bytes of addresses a device has for all allocations of its life.
 const ARENA: usize = 1 << 40;
-/// As the real library aligns.
+/// How the real library aligns allocations.
 const ALIGN: usize = 256;
 
 /// A mapping of this process.
@@ -35,7 +35,7 @@ pub(crate) struct Mapping {
 }
 
 impl Mapping {
-    /// Memory for anyone of this process; or, without access, addresses alone.
+    /// Private memory of this process; without `access`, only reserved addresses.
     pub(crate) fn anonymous(size: usize, access: bool) -> Done<Self> {
         let protection = if access { libc::PROT_READ | libc::PROT_WRITE } else { libc::PROT_NONE };
         Self::new(size, protection, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE, -1, 0)
@@ -60,19 +60,19 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: the mapping is ours, and who borrows from it holds the value that is dropped here.
+        // SAFETY: the mapping is ours, and everyone who uses it keeps alive the value that is dropped here.
         unsafe { libc::munmap(self.at as *mut _, self.size) };
     }
 }
 
-/// A new file of memory, of zeros.
+/// A new file in memory, all zeros.
 pub(crate) fn memfd(size: usize) -> Done<OwnedFd> {
     // SAFETY: the name is a text that ends with a zero.
     let file = unsafe { libc::memfd_create(c"cuda-for-tests".as_ptr(), libc::MFD_CLOEXEC) };
     if file < 0 {
         return Err(Code::OPERATING_SYSTEM);
     }
-    // SAFETY: just made, and nobody else's.
+    // SAFETY: the descriptor was just made, and nobody else owns it.
     let file = unsafe { OwnedFd::from_raw_fd(file) };
     // SAFETY: only a number goes in.
     if unsafe { libc::ftruncate(file.as_raw_fd(), size as libc::off_t) } != 0 {
@@ -84,12 +84,12 @@ pub(crate) fn memfd(size: usize) -> Done<OwnedFd> {
 /// A device's memory.
 pub(crate) struct Arena {
     pub(crate) file: OwnedFd,
-    /// What callers see.
+    /// The reserved addresses that callers see.
     seen: Mapping,
-    /// What it is.
+    /// Where the file is mapped.
     real: Mapping,
     next: Mutex<usize>,
-    /// Addresses that are given again: where, and how many.
+    /// Ranges of addresses that can be given again: offset and size of each.
     freed: Mutex<Vec<(usize, usize)>>,
 }
 
@@ -97,18 +97,18 @@ impl Arena {
     pub(crate) fn new() -> Done<Self> {
         let file = memfd(ARENA)?;
         let real = Mapping::of_file(&file, 0, ARENA)?;
-        // Best effort: a core file has no use for it.
+        // Best effort: a core dump does not need the arena.
         // SAFETY: the range is that of our own mapping.
         unsafe { libc::madvise(real.at as *mut _, ARENA, libc::MADV_DONTDUMP) };
         let (next, freed) = (Mutex::new(0), Mutex::default());
         Ok(Arena { real, seen: Mapping::anonymous(ARENA, false)?, file, next, freed })
     }
 
-    /// A place for so many bytes: its offset.
+    /// Reserves `size` bytes of the file; gives their offset.
     fn place(&self, size: usize) -> Done<usize> {
         let mut next = lock(&self.next);
         let at = *next;
-        // A page apart: the unused rest belongs to nobody, and can go back to the system alone.
+        // Whole pages, and a page between two ranges: so one range's pages can go back to the system alone.
         *next =
             size.checked_next_multiple_of(PAGE).and_then(|size| at.checked_add(size + PAGE)).unwrap_or(ARENA);
         if *next >= ARENA {
@@ -118,7 +118,7 @@ impl Arena {
         Ok(at)
     }
 
-    /// Where callers see memory that lies at `at`: there, or where memory was that is freed.
+    /// The offset at which callers see the memory at `at` in the file: the same, or that of a freed range that is given again.
     fn seen(&self, at: usize, size: usize) -> usize {
         let (mut freed, size) = (lock(&self.freed), size.next_multiple_of(PAGE));
         let Some(index) = freed.iter().rposition(|(_, room)| *room >= size) else { return at };
@@ -161,13 +161,13 @@ pub(crate) struct Memory {
     pub(crate) kind: Kind,
     pub(crate) base: Address,
     pub(crate) size: usize,
-    /// Where this process keeps it.
+    /// The address at which this process can access it.
     real: usize,
     pub(crate) device: i32,
     pub(crate) context: Handle,
     /// A number that no other memory ever has.
     pub(crate) id: u64,
-    /// How it was made: what callers can ask back.
+    /// The flags it was made with, which callers can query.
     pub(crate) flags: u32,
     arena: Option<(Arc<Arena>, usize)>,
     _mapping: Option<Mapping>,
@@ -175,9 +175,9 @@ pub(crate) struct Memory {
     freed: AtomicBool,
     /// A free is queued.
     pub(crate) ending: AtomicBool,
-    /// Another process was given its name.
+    /// A handle for other processes was made for it.
     pub(crate) exported: AtomicBool,
-    /// Pieces of work that will use it.
+    /// How many pieces of queued or running work use it.
     users: AtomicUsize,
 }
 
@@ -201,7 +201,7 @@ impl Memory {
         }
     }
 
-    /// Memory of a context's device.
+    /// New memory on a context's device.
     pub(crate) fn on_device(kind: Kind, size: usize, context: &Context) -> Done<Arc<Self>> {
         let device = &context.device;
         if size == 0 {
@@ -224,7 +224,7 @@ impl Memory {
         Ok(memory.known())
     }
 
-    /// A part of another process's device.
+    /// Memory of another process: a part of the file of one of its devices.
     pub(crate) fn imported(
         file: &OwnedFd,
         offset: usize,
@@ -271,7 +271,7 @@ impl Memory {
         memory
     }
 
-    /// Ends it, for everyone and at once.
+    /// Ends the memory at once, whoever still uses it.
     pub(crate) fn end(&self) -> Done {
         let known = SPACE.write().unwrap_or_else(PoisonError::into_inner).remove(&self.base);
         if known.is_none() || self.freed.swap(true, Ordering::AcqRel) {
@@ -284,7 +284,7 @@ impl Memory {
             self.fill_if_touched();
         }
         if let Some((arena, at)) = &self.arena {
-            // The system may have the pages; but whoever still maps it shall see in the first ones what happened.
+            // The system gets the pages back, but for the first ones of exported memory: a process that still maps it sees there that it was freed.
             let kept = if self.exported.load(Ordering::Acquire) { self.size.min(SHOWN) } else { 0 };
             if kept < self.size {
                 arena.punch(at + kept, self.size - kept);
@@ -299,7 +299,7 @@ impl Memory {
     }
 
     fn fill_if_touched(&self) {
-        // Of another process: it is not ours to spoil. Punched: nobody would see.
+        // Imported memory is another process's, and must not change. Device memory that was not exported is punched: nobody would see the bytes.
         let seen = self.exported.load(Ordering::Acquire) || self.kind == Kind::Host;
         if seen && self.kind != Kind::Imported {
             self.fill(FREED, self.size.min(SHOWN));
@@ -320,7 +320,7 @@ impl Memory {
         matches!(self.kind, Kind::Host | Kind::Registered)
     }
 
-    /// Of the host's: whether devices have an address for it.
+    /// For host memory: whether devices have an address for it.
     pub(crate) fn is_mapped(&self) -> bool {
         /// `CU_MEMHOSTALLOC_DEVICEMAP`, and `CU_MEMHOSTREGISTER_DEVICEMAP`.
         const DEVICEMAP: u32 = 2;
@@ -333,7 +333,7 @@ impl Memory {
             && length as u64 <= self.size as u64 - (at - self.base)
     }
 
-    /// Where this process keeps the byte of that address.
+    /// The address at which this process can access the byte at `at`.
     pub(crate) fn real(&self, at: Address) -> usize {
         self.real + (at - self.base) as usize
     }
@@ -343,7 +343,7 @@ impl Memory {
         self.arena.as_ref().map(|(arena, _)| arena.file.as_raw_fd() as u64)
     }
 
-    /// Where it lies in its device's file, if it does.
+    /// Its offset in its device's file, if it is in one.
     pub(crate) fn offset(&self) -> Option<usize> {
         self.arena.as_ref().map(|(_, at)| *at)
     }
@@ -351,7 +351,7 @@ impl Memory {
 
 static SPACE: RwLock<BTreeMap<Address, Arc<Memory>>> = RwLock::new(BTreeMap::new());
 
-/// The memory at an address, if so many bytes from there are in it.
+/// The memory that holds `length` bytes from `at` on, if one does.
 pub(crate) fn find(at: Address, length: usize) -> Option<Arc<Memory>> {
     let space = SPACE.read().unwrap_or_else(PoisonError::into_inner);
     let (_, memory) = space.range(..=at).next_back()?;
@@ -374,14 +374,14 @@ pub(crate) fn all() -> Vec<Arc<Memory>> {
     SPACE.read().unwrap_or_else(PoisonError::into_inner).values().cloned().collect()
 }
 
-/// Bytes that a piece of work will use. While it lives the memory counts as in use, and its mapping stays.
+/// Bytes that a piece of work will use. While the span lives, its memory counts as in use and stays mapped.
 pub(crate) struct Span {
     pub(crate) memory: Arc<Memory>,
     at: Address,
 }
 
 impl Span {
-    /// For use by a context, which must be able to reach it.
+    /// For work of a context, which must be able to reach the memory.
     pub(crate) fn new(context: &Context, at: Address, length: usize) -> Done<Self> {
         let memory = find(at, length).filter(|memory| !memory.ending.load(Ordering::Acquire));
         let memory = memory.ok_or(Code::INVALID_VALUE)?;
@@ -396,7 +396,7 @@ impl Span {
         Span { memory, at }
     }
 
-    /// Where it is, if it still is.
+    /// Where this process can access the bytes, unless the memory was freed.
     pub(crate) fn pointer(&self) -> Done<*mut u8> {
         if self.memory.is_freed() {
             return Err(Code::ILLEGAL_ADDRESS);

@@ -12,15 +12,15 @@ use crate::context::{Context, working};
 use crate::entry::call;
 use crate::knobs::{self, Deal, Delays};
 
-/// The smallest number that is a priority.
+/// The smallest priority number, which is the most urgent one.
 pub(crate) const MOST_URGENT: i32 = -5;
-/// The handles of streams that every context has.
+/// Handles of streams that exist without being created: stream 0 (0 names it as well), and the calling thread's own stream.
 const LEGACY: Handle = 1;
 const PER_THREAD: Handle = 2;
 const NON_BLOCKING: u32 = 1;
-/// Queues are dealt by other numbers of a seed's than streams are delayed by.
+/// Makes the random numbers by which queues are dealt differ from those of the delays, which have the same seed.
 const SALT: u64 = 0x71ee5;
-/// How often who waits looks whether there is still something to wait for.
+/// How often a thread that waits checks whether there is still something to wait for.
 const LOOK: Duration = Duration::from_millis(50);
 
 type Work = Box<dyn FnOnce(&Worker<'_>) -> Done + Send>;
@@ -43,7 +43,7 @@ struct Queue {
     work: VecDeque<(Vec<Ticket>, Work)>,
     submitted: u64,
     completed: u64,
-    /// No work comes any more; what is queued is done.
+    /// No more work comes; the worker ends when it has done what is queued.
     closed: bool,
     capture: Capture,
 }
@@ -56,16 +56,16 @@ enum Capture {
     Invalid,
 }
 
-/// A point in a stream.
+/// A point in a stream: it is reached when `number` pieces of work are done.
 #[derive(Clone)]
 pub(crate) struct Ticket {
     stream: Arc<Stream>,
     number: u64,
 }
 
-/// The hardware queues of a context. Streams take them in turn as they are made, or at random ([`Deal`]); there are 8, or as many as
-/// `CUDA_DEVICE_MAX_CONNECTIONS` says. What is in a queue goes to the device one after the other, whichever streams it is
-/// of: so a stream that waits holds up all that came later to the streams that share its queue.
+/// The hardware queues of a context: 8, or as many as `CUDA_DEVICE_MAX_CONNECTIONS` or the knob `QUEUES` says. Each new stream is
+/// dealt one, in turn or at random ([`Deal`]). The work in a queue runs in the order in which it was submitted, whichever streams
+/// it belongs to: so a stream that waits holds up all later work of the streams that share its queue.
 pub(crate) struct Queues {
     last: Vec<Option<Ticket>>,
     made: usize,
@@ -76,7 +76,7 @@ pub(crate) struct Queues {
 impl Queues {
     pub(crate) fn new(count: usize) -> Self {
         let mut random = Delays::new(SALT);
-        // Seeds that are near each other begin alike.
+        // The first random numbers of neighbouring seeds are alike, so they are skipped.
         for _ in 0..8 {
             random.next();
         }
@@ -97,13 +97,13 @@ impl Queues {
         }
     }
 
-    /// Nothing more comes; tickets keep their streams.
+    /// For a context that ends: tickets keep their streams alive, and so the context itself.
     pub(crate) fn forget(&mut self) {
         self.last.fill(None);
     }
 }
 
-/// What a piece of work may ask.
+/// What a piece of work can use while it runs.
 pub(crate) struct Worker<'a> {
     pub(crate) context: &'a Context,
     delays: &'a RefCell<Delays>,
@@ -125,7 +125,7 @@ thread_local! {
     static OWN: RefCell<BTreeMap<Handle, Own>> = const { RefCell::new(BTreeMap::new()) };
 }
 
-/// Ends with its thread.
+/// A thread's own stream, which is closed when the thread ends.
 struct Own(Arc<Stream>);
 
 impl Drop for Own {
@@ -202,7 +202,7 @@ impl Stream {
         }
     }
 
-    /// Queues work; gives the point behind it. While the stream is captured nothing runs, and there is no point.
+    /// Queues work; gives the point behind it. While the stream is being captured, the work is dropped and the result is `None`.
     pub(crate) fn submit(
         self: &Arc<Self>,
         work: impl FnOnce(&Worker<'_>) -> Done + Send + 'static,
@@ -228,7 +228,7 @@ impl Stream {
                 crowds = Some(self.context.crowd());
             }
             if knobs::strict().context_lock {
-                // Nothing more comes to any stream of the context, and no other call goes on in it.
+                // `queues` stays locked, so no stream of the context gets work, and `held` keeps out its other calls.
                 held.get_or_insert_with(|| self.context.hold());
                 while full(&queue) && self.context.is_alive() {
                     let woken = self.changed.wait_timeout(queue, LOOK);
@@ -236,13 +236,13 @@ impl Stream {
                 }
                 break (queues, after, queue);
             }
-            // Other streams of the context take more meanwhile.
+            // Without the lock, other streams of the context can get work meanwhile.
             drop(queues);
             drop(self.changed.wait_timeout(queue, LOOK));
         };
         drop(crowds);
         let before = &mut queues.last[self.lane];
-        // A stream is in order with itself.
+        // Work of the same stream is in order without a ticket.
         after.extend(before.take().filter(|ticket| !Arc::ptr_eq(&ticket.stream, self)));
         queue.work.push_back((after, Box::new(work)));
         queue.submitted += 1;
@@ -253,7 +253,7 @@ impl Stream {
         Ok(Some(ticket))
     }
 
-    /// What stream 0 and the blocking streams wait for of each other.
+    /// The points that this stream must wait for because stream 0 and the blocking streams wait for each other.
     fn comes_after(self: &Arc<Self>) -> Done<Vec<Ticket>> {
         let mut after = Vec::new();
         if self.legacy {
@@ -281,7 +281,7 @@ impl Stream {
         lock(&self.queue).capture != Capture::None
     }
 
-    /// Its capture comes to nothing.
+    /// Makes the stream's capture invalid, if one is under way.
     pub(crate) fn invalidate(&self) {
         let mut queue = lock(&self.queue);
         if queue.capture == Capture::Active {
@@ -289,7 +289,7 @@ impl Stream {
         }
     }
 
-    /// What may not happen while a stream is captured ends the capture.
+    /// Fails, and makes the capture invalid, if the stream is being captured: for calls that are forbidden then.
     fn not_capturing(&self) -> Done {
         let mut queue = lock(&self.queue);
         if queue.capture == Capture::None {
@@ -306,13 +306,13 @@ impl Stream {
         self.context.check()
     }
 
-    /// What is queued is still done.
+    /// No more work comes; what is queued is still done.
     pub(crate) fn close(&self) {
         lock(&self.queue).closed = true;
         self.changed.notify_all();
     }
 
-    /// The stream a caller means.
+    /// The stream that a caller's handle names.
     pub(crate) fn named(handle: Handle) -> Done<Arc<Self>> {
         match handle {
             0 | LEGACY => {
@@ -344,7 +344,7 @@ impl Stream {
         }
     }
 
-    /// All that live in a context, also those nobody made.
+    /// All living streams of a context, also those that nobody created: stream 0 and the threads' own.
     pub(crate) fn all_of(context: &Context) -> Vec<Arc<Self>> {
         let mut all = STREAMS.all();
         all.extend(OWN_STREAMS.all());
@@ -354,8 +354,8 @@ impl Stream {
     }
 }
 
-/// What a real driver may do in calls that give memory, take it back, load code or make streams, and this one does if the
-/// knob says so: waits until all that is on the device now is over.
+/// If the knob `WAITS` is set, waits until all work that is queued in the current context now is done: real drivers may do so in calls
+/// that allocate or free memory, load code or make streams.
 pub(crate) fn settle() {
     static WAITS: std::sync::LazyLock<bool> = std::sync::LazyLock::new(knobs::waits);
     if *WAITS && let Ok(context) = working() {

@@ -27,7 +27,7 @@ impl Word {
 
     fn load(&self) -> Done<u64> {
         let place = self.span.pointer()?;
-        // SAFETY: the span covers the word, keeps its mapping, and is aligned; atomically, as others write it.
+        // SAFETY: the span covers the word and keeps it mapped, and the word is aligned; atomic, as others write the word.
         Ok(unsafe {
             if self.wide {
                 AtomicU64::from_ptr(place.cast()).load(Ordering::Acquire)
@@ -55,7 +55,7 @@ impl Word {
         let found = self.load()?;
         let mask = if self.wide { u64::MAX } else { u32::MAX.into() };
         Ok(match how {
-            // Cyclic: what counters that wrap need.
+            // Cyclic, for counters that wrap around.
             0 if self.wide => found.wrapping_sub(value) as i64 >= 0,
             0 => (found as u32).wrapping_sub(value as u32) as i32 >= 0,
             1 => found == value & mask,
@@ -101,10 +101,10 @@ impl Errand {
         };
         let mut polls = 0_u32;
         while !self.word.meets(value, how)? {
-            // An end, or an error of another stream: this one will not go on either.
+            // If the context has ended, or other work in it has failed, this wait ends too.
             worker.context.check()?;
             polls += 1;
-            // Soon at first; then without a core of its own.
+            // Polls fast at first, then rarely, so as not to occupy a core.
             if polls < 100 { std::thread::yield_now() } else { std::thread::sleep(Duration::from_micros(20)) }
         }
         Ok(())
@@ -123,7 +123,7 @@ fn wait(stream: Handle, at: Address, value: u64, flags: u32, wide: bool) -> Done
     stream.submit(move |worker| errand.run(worker)).map(|_| ())
 }
 
-/// `CUstreamBatchMemOpParams`, of the operations that are written here.
+/// `CUstreamBatchMemOpParams`, with the fields of the writes and waits of values.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub(crate) struct BatchedOp {
@@ -135,7 +135,7 @@ pub(crate) struct BatchedOp {
     _pad: u64,
 }
 
-/// Many at once, in the order of the list.
+/// Many operations in one call, done in the order of the list.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn cuStreamBatchMemOp_v2(
     stream: Handle,
@@ -185,7 +185,7 @@ values! {
 /// A pointer of the caller's that goes back to the caller's function.
 struct Argument(*mut c_void);
 
-// SAFETY: we never look behind it; the caller, by queueing a host function, expects it on another thread.
+// SAFETY: we never dereference the pointer; a caller that queues a host function expects it to get the pointer on another thread.
 unsafe impl Send for Argument {}
 
 impl Argument {
@@ -194,7 +194,7 @@ impl Argument {
     }
 }
 
-/// Not called once the context has failed.
+/// The function is not called once the context has failed.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn cuLaunchHostFunc(
     stream: Handle,

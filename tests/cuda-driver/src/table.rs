@@ -9,7 +9,7 @@ use crate::knobs;
 
 macro_rules! table {
     ($($module:ident: $($name:ident)*;)*) => {
-        /// Every function of the real library that is here.
+        /// The names of all functions of the real library that this one has.
         pub(crate) const NAMES: &[&str] = &[$($(stringify!($name),)*)*];
 
         fn address(name: &str) -> Option<*const c_void> {
@@ -60,12 +60,12 @@ table! {
     table: cuGetProcAddress cuGetProcAddress_v2;
 }
 
-/// The newest form of a function.
+/// The newest version of a function that is here.
 fn newest(name: &str) -> Option<*const c_void> {
     ["_v3", "_v2", ""].iter().find_map(|suffix| address(&format!("{name}{suffix}")))
 }
 
-/// The version counts only where it is newer than ours: older forms of functions are not here.
+/// A `version` newer than ours finds nothing. Any other finds the newest version of the function that is here.
 fn find(name: &In<c_char>, out: &Out<*const c_void>, version: i32) -> Done {
     let name = name.text()?.to_str().map_err(|_| Code::NOT_FOUND)?;
     let found = if version <= knobs::VERSION { newest(name) } else { None };
@@ -83,7 +83,7 @@ pub(crate) unsafe extern "C" fn cuGetProcAddress(
     early("cuGetProcAddress", || find(&name, &out, version))
 }
 
-/// The status: 0 found, 1 not.
+/// `status` becomes 0 if the function was found, and 1 if not.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn cuGetProcAddress_v2(
     name: In<c_char>,
@@ -100,7 +100,7 @@ pub(crate) unsafe extern "C" fn cuGetProcAddress_v2(
     })
 }
 
-/// The names in order, each with a zero; null behind the last. For tests that look for all of them.
+/// The `index`th of the functions' names, as a C string; null behind the last. For tests that look up all of them.
 #[unsafe(no_mangle)]
 pub(crate) extern "C" fn allstream_test_cuda_name(index: usize) -> *const c_char {
     static TEXTS: std::sync::OnceLock<Vec<std::ffi::CString>> = std::sync::OnceLock::new();

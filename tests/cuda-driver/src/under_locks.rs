@@ -1,4 +1,4 @@
-//! Which calls come from threads that hold a lock of the program's, for programs that promise to call no driver under it.
+//! Counts the calls of threads that hold one of the program's locks, for programs that promise to call no driver under a lock.
 
 use std::collections::BTreeMap;
 use std::ffi::c_char;
@@ -13,7 +13,7 @@ type Asked = extern "C" fn() -> bool;
 static ASKED: RwLock<Option<Asked>> = RwLock::new(None);
 static COUNTS: Mutex<BTreeMap<&'static str, u64>> = Mutex::new(BTreeMap::new());
 
-/// Asks the program, if it wants to be asked, and counts.
+/// Counts this call if the program has given a function to ask, which says that this thread holds a lock.
 pub(crate) fn ask(name: &'static str) {
     let asked = *ASKED.read().unwrap_or_else(PoisonError::into_inner);
     if asked.is_some_and(|holds| holds()) {
@@ -21,7 +21,7 @@ pub(crate) fn ask(name: &'static str) {
     }
 }
 
-/// From now on each call asks this function whether its thread holds one of the program's locks; null: none does any more.
+/// From now on each call asks this function whether its thread holds one of the program's locks; null: no call asks any more.
 #[unsafe(no_mangle)]
 pub(crate) extern "C" fn allstream_test_cuda_ask_locks(holds: Option<Asked>) -> Code {
     *ASKED.write().unwrap_or_else(PoisonError::into_inner) = holds;
@@ -34,7 +34,7 @@ pub(crate) extern "C" fn allstream_test_cuda_calls_under_locks() -> u64 {
     lock(&COUNTS).values().sum()
 }
 
-/// How often this one was, by its whole name. Counts are never set back.
+/// The same for one function, by its full name. Counts are never reset.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn allstream_test_cuda_calls_under_locks_of(name: In<c_char>) -> u64 {
     let Ok(Ok(wanted)) = name.text().map(|name| name.to_str()) else { return 0 };

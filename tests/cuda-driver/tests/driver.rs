@@ -1,4 +1,4 @@
-//! Groups of functions, one after the other.
+//! The driver's functions, one group of them after the other.
 
 #![allow(clippy::macro_metavars_in_unsafe, reason = "tests call a whole library of unsafe functions")]
 
@@ -146,7 +146,7 @@ fn registered_memory_is_known_once() {
 fn values_are_compared_as_the_manual_says() {
     let _driver = Driver::new(1);
     let (stream, at) = (stream(), upload(&[0_u64]));
-    // (found, asked, how, goes on); a value of 32 bits is its low half.
+    // (value in memory, value of the wait, how they are compared, whether the stream goes on); the word is the low half of `at`.
     let cases = [
         (5, 5, 0, true),
         (4, 5, 0, false),
@@ -217,7 +217,8 @@ fn capture_is_seen() {
     ok!(cuStreamDestroy_v2(stream));
 }
 
-/// What a thread in this mode gets for a query while another captures in that one, and what becomes of the capture.
+/// A thread in the mode `asks` queries an event while another captures in the mode `captures`: the codes of the query and of the capture's
+/// end.
 fn query_beside_a_capture(captures: u32, asks: u32) -> (u32, u32) {
     let (stream, idle, mut event, mut graph) = (stream(), stream(), 0, 0);
     ok!(cuEventCreate(&mut event, 2));

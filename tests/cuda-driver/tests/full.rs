@@ -1,4 +1,4 @@
-//! Streams that take so many pieces of work, and who is held up by one that is full; and calls under a program's locks.
+//! Streams that hold only so many pieces of work, and the calls that a full one holds up; and calls under a program's locks.
 #![allow(clippy::macro_metavars_in_unsafe, reason = "tests call a whole library of unsafe functions")]
 
 mod support;
@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use support::*;
 
-/// Streams have no limit again at its end, also if the test fails: who is blocked goes on then.
+/// Takes the limit away when it is dropped, also if the test fails: so calls that are blocked go on.
 struct Depth;
 
 impl Depth {
@@ -27,7 +27,7 @@ impl Drop for Depth {
     }
 }
 
-/// A word of the host's that streams wait for.
+/// A word in host memory that streams wait for.
 struct Gate(*mut c_void);
 
 impl Gate {
@@ -53,7 +53,7 @@ impl Gate {
     }
 }
 
-/// Runs this on a thread of its own, where the context is current if it is one; tells when it is through.
+/// Runs `run` on a thread of its own, with `context` current unless it is 0. The receiver gets a message when `run` has returned.
 fn aside(context: u64, run: impl FnOnce() + Send + 'static) -> Receiver<()> {
     let (told, hear) = channel();
     std::thread::spawn(move || {
@@ -110,14 +110,14 @@ fn everything_is_held_up() {
     let driver = Driver::new(2);
     let [here, elsewhere] = driver.contexts[..] else { panic!("two devices") };
     let (full, other, reached) = (stream(), stream(), event());
-    // Nobody asks for what is put on these two.
+    // Calls that are held up put work on these two, and nothing queries these.
     let (used, marked) = (stream(), event());
     let (gate, at) = (Gate::new(), alloc(64));
     ok!(cuEventRecord(reached, other));
     assert_eq!(finish(other), 0);
     let depth = Depth::set(4);
     let calls = |name: &std::ffi::CStr| code!(allstream_test_cuda_calls(name.as_ptr()));
-    // Threads that have a context already, and some that have none: these name an object of it, or the context itself.
+    // Some threads have a current context already; the others have none, and name the context itself or an object of it.
     let (go, wait) = channel::<()>();
     let wait = std::sync::Arc::new(std::sync::Mutex::new(wait));
     let begins =
@@ -144,7 +144,7 @@ fn everything_is_held_up() {
             ok!(cuDevicePrimaryCtxRelease_v2(0));
         }),
     ];
-    // The other device's context is nobody's here.
+    // Nothing holds up the other device's context.
     let free = aside(elsewhere, || {
         let stream = stream();
         ok!(cuStreamQuery(stream));
@@ -159,7 +159,7 @@ fn everything_is_held_up() {
         ok!(cuStreamWaitValue32_v2(full, word, 1, 0));
         (0..40).for_each(|_| ok!(cuMemsetD8Async(at, 1, 8, full)));
     });
-    // The wait and three pieces find room, and the fourth is called and does not return.
+    // The wait and three fills find room; the fourth fill is called and does not return.
     while calls(c"waiting for room") == waited {
         std::thread::sleep(Duration::from_millis(1));
     }
@@ -187,7 +187,7 @@ fn everything_is_held_up() {
     [full, other, used].iter().for_each(|stream| ok!(cuStreamDestroy_v2(*stream)));
 }
 
-/// Work of streams and functions of the host that are called by them go on, and make the room that is waited for.
+/// While a call waits for room, the work of streams and the host functions on them go on, and make that room.
 #[test]
 fn what_is_on_streams_goes_on_while_a_call_waits_for_room() {
     let driver = Driver::new(1);
@@ -195,7 +195,7 @@ fn what_is_on_streams_goes_on_while_a_call_waits_for_room() {
     let (gate, at) = (Gate::new(), alloc(64));
     let depth = Depth::set(8);
     unsafe extern "C" fn open(word: *mut c_void) {
-        // The other thread is to come to its wait first: it may, and nothing depends on it.
+        // Gives the other thread time to wait for room first; the test holds even if it does not.
         std::thread::sleep(Duration::from_millis(20));
         // SAFETY: the gate's word.
         unsafe { AtomicU32::from_ptr(word.cast()) }.store(1, Ordering::Release);
@@ -206,7 +206,7 @@ fn what_is_on_streams_goes_on_while_a_call_waits_for_room() {
         aside(driver.contexts[0], move || (0..100).for_each(|_| ok!(cuMemsetD8Async(at, 1, 8, full))));
     launches.recv_timeout(DEADLINE).unwrap();
     assert_eq!((finish(full), finish(other)), (0, 0));
-    // Without a limit nothing of this is so: more than there was room for, and calls beside them.
+    // Without a limit no call waits: the stream takes more than it had room for, and other calls go on.
     drop(depth);
     gate.word().store(0, Ordering::Release);
     ok!(cuStreamWaitValue32_v2(full, gate.at(), 1, 0));
@@ -219,7 +219,7 @@ fn what_is_on_streams_goes_on_while_a_call_waits_for_room() {
     [full, other].iter().for_each(|stream| ok!(cuStreamDestroy_v2(*stream)));
 }
 
-/// Who waits for room goes on when there is no limit any more, though the stream still waits.
+/// A call that waits for room goes on when the limit is taken away, though the stream still waits.
 #[test]
 fn who_waits_for_room_goes_on_once_there_is_no_limit() {
     let driver = Driver::new(1);

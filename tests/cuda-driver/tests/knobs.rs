@@ -1,4 +1,5 @@
-//! What the driver refuses, or does, only where a variable asks for it: each test starts itself again, as variables are read once.
+//! What the driver refuses, or does, only where a variable asks for it. Variables are read once, so such a test runs itself again
+//! in a process of its own.
 #![allow(clippy::macro_metavars_in_unsafe, reason = "tests call a whole library of unsafe functions")]
 
 mod support;
@@ -30,12 +31,12 @@ fn machine_code_of_our_devices_is_the_ptx_that_it_was_made_from() {
     for major in [8, 10] {
         assert_eq!(load(Module::I32.machine_code(major).unwrap().as_ptr()), Err(209), "of another device");
     }
-    // One bit is another: nobody knows what it does.
+    // One bit is changed: the driver does not know this code.
     let mut changed = Module::I32.machine_code(9).unwrap().to_vec();
     let middle = changed.len() / 2;
     changed[middle] ^= 1;
     assert_eq!(load(changed.as_ptr()), Err(209));
-    // It says that it is longer than there are addresses.
+    // Its header claims a length that no address can reach.
     changed[0x28..0x30].fill(0xff);
     assert_eq!(load(changed.as_ptr()), Err(209));
 
@@ -97,7 +98,7 @@ fn host_memory_can_have_no_address_for_devices() {
     });
 }
 
-/// What a kernel reaches is asked when it runs: it fails, and the context with it.
+/// Whether a kernel reaches memory is checked when it runs: the kernel fails, and its context with it.
 #[test]
 fn kernels_do_not_reach_host_memory_without_an_address() {
     passes_with("kernels_do_not_reach_host_memory_without_an_address", &[("DEVICEMAP", "1")], || {
@@ -113,7 +114,7 @@ fn kernels_do_not_reach_host_memory_without_an_address() {
     });
 }
 
-/// Puts a kernel of those that ship on a stream, which copies bytes.
+/// Puts a shipped kernel that copies bytes on a stream.
 fn launch_a_copy(stream: u64, from: u64, to: u64, bytes: u64) {
     let launch = cuda::copy(DType::U8, from, &[to], bytes, 1).unwrap();
     let text = std::ffi::CString::new(launch.kernel.module.ptx()).unwrap();
@@ -150,7 +151,7 @@ fn calls_can_need_a_context() {
     });
 }
 
-/// Registered before the driver's own, so that it is called after that.
+/// Registered with `atexit` before the driver's own function, and so called after it.
 extern "C" fn call_late() {
     let mut count: c_int = 0;
     let code = code!(cuDeviceGetCount(&mut count));

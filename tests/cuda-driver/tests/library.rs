@@ -19,7 +19,7 @@ fn open() -> *mut c_void {
     // Cargo puts it beside the tests.
     let path = std::env::current_exe().unwrap().with_file_name("libcuda.so");
     let text = CString::new(path.to_str().unwrap()).unwrap();
-    // SAFETY: opening runs nothing but Rust's own beginnings.
+    // SAFETY: opening this library runs no initializers but those of Rust's runtime.
     let library = unsafe { libc::dlopen(text.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
     assert!(!library.is_null(), "{}", path.display());
     library
@@ -63,7 +63,7 @@ fn every_function_is_found_by_name_and_by_the_driver() {
     assert_eq!((code, status, found.is_null()), (0, 1, true));
 }
 
-/// What the sources export is in the table.
+/// Every `cu` function that the sources export is in the table.
 #[test]
 fn the_table_is_whole() {
     let names = names(open());

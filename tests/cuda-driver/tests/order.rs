@@ -1,4 +1,4 @@
-//! Order between streams, with random delays, and what cannot be had.
+//! Order between streams, with random delays, and what the driver refuses.
 #![allow(clippy::macro_metavars_in_unsafe, reason = "tests call a whole library of unsafe functions")]
 
 mod support;
@@ -8,7 +8,7 @@ use support::*;
 const COUNT: usize = 4096;
 const ROUNDS: u32 = 40;
 
-/// One stream fills, another copies on, the host reads: how often it reads something else. With the wait, never.
+/// One stream fills memory, another copies it, and the host reads the copy: how often it reads wrong values. With a wait for the fill, never.
 fn wrong_results(waits: bool, seed: u64) -> u32 {
     let _driver = Driver::new(1);
     ok!(allstream_test_cuda_set_delays(200, seed));
@@ -76,7 +76,7 @@ fn an_event_without_a_record_holds_nobody_up() {
     ok!(cuEventDestroy_v2(event));
 }
 
-/// Stream 0 waits for blocking streams and they for it; a stream that does not block goes its own way.
+/// Stream 0 waits for blocking streams, and they wait for it; a stream that does not block is independent of both.
 #[test]
 fn stream_zero_is_ordered_with_blocking_streams() {
     let _driver = Driver::new(1);
@@ -138,8 +138,9 @@ fn the_pools_memory_has_rules_of_its_own() {
 
 #[test]
 fn a_pair_without_access_copies_all_the_same() {
-    ok!(allstream_test_cuda_set_peers(0, 1, false));
+    // Behind `Driver::new`, which waits until no other test uses the driver.
     let driver = Driver::new(2);
+    ok!(allstream_test_cuda_set_peers(0, 1, false));
     let mut can = 1;
     ok!(cuDeviceCanAccessPeer(&mut can, 0, 1));
     assert_eq!(can, 0);
@@ -151,7 +152,7 @@ fn a_pair_without_access_copies_all_the_same() {
     ok!(cuMemcpyPeerAsync(to, driver.contexts[0], from, driver.contexts[1], 8, stream));
     assert_eq!(finish(stream), 0);
     assert_eq!(download::<u32>(to, 2), [5, 6]);
-    // An event belongs to its context's streams; waiting for it does not.
+    // Only streams of its own context can record an event; streams of every context can wait for it.
     let event = event();
     ok!(cuEventRecord(event, stream));
     ok!(cuCtxSetCurrent(driver.contexts[1]));
@@ -167,7 +168,7 @@ fn a_pair_without_access_copies_all_the_same() {
     ok!(allstream_test_cuda_set_peers(0, 1, true));
 }
 
-/// A context that breaks ends every wait in it, and the other context goes on.
+/// When a context fails, every wait for its work ends, and the other context goes on.
 #[test]
 fn a_broken_context_lets_go() {
     let driver = Driver::new(2);

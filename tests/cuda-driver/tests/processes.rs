@@ -22,7 +22,7 @@ fn token(text: &str) -> Token {
     token
 }
 
-/// The process that opens: adds one to each of four words behind an event, and says so by a flag.
+/// The process that opens the handles: once the event is reached, it adds one to each of four words, and then sets a flag.
 fn other(handles: &str) {
     let driver = Driver::new(1);
     let (memory, recorded) = handles.split_once(' ').unwrap();
@@ -34,8 +34,8 @@ fn other(handles: &str) {
     ok!(cuIpcOpenEventHandle(&mut event, token(recorded)));
     let (stream, idle) = (stream(), self::stream());
     ok!(cuStreamWaitEvent(stream, event, 0));
-    // A wait is for the record that was the last one when it was asked for. One that comes later, and is reached at once,
-    // ends no such wait; who asks the event is told of the later one.
+    // A wait is for the record that was the last one when the wait was asked for. A later record that is reached at once does not
+    // end the wait; a query of the event is about the later record.
     ok!(cuEventRecord(event, idle));
     assert_eq!((finish(idle), code!(cuEventQuery(event))), (0, 0));
     std::thread::sleep(Duration::from_millis(5));
@@ -78,7 +78,7 @@ fn two_processes_share_memory_and_events() {
     let words = [1_u32, 2, 3, 4];
     ok!(cuMemcpyHtoDAsync_v2(at, words.as_ptr().cast(), 16, stream));
     ok!(cuEventRecord(event, stream));
-    // And then the other's flag is awaited.
+    // Then the stream waits for the other process's flag.
     ok!(cuStreamWaitValue32_v2(stream, at + 16, 1, 1));
     let child = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "two_processes_share_memory_and_events", "--nocapture"])

@@ -1,8 +1,8 @@
-//! The PTX that ships, run: what it leaves in memory is to the bit what the scalar oracle of the kernels' package leaves
-//! there, and all memory around it stays as it was.
+//! Runs the PTX that ships: its results are to the bit those of the scalar oracle in the kernels' package, and all memory around
+//! them stays as it was.
 //!
-//! A round tries every case once, with other numbers. `ALLSTREAM_TEST_FULL=1`: 3 times as many rounds.
-//! `ALLSTREAM_TEST_SEED=n`: the first round's seed; a failure names that of its round.
+//! A round tries every case once, with new random numbers. `ALLSTREAM_TEST_FULL=1`: 3 times as many rounds.
+//! `ALLSTREAM_TEST_SEED=n`: the seed of the first round; a failure names the seed of its round.
 #![allow(clippy::macro_metavars_in_unsafe, reason = "tests call a whole library of unsafe functions")]
 
 #[path = "shipped/device.rs"]
@@ -19,7 +19,7 @@ use device::{Buffer, Device, Lie, Mistake, copies};
 use support::*;
 use values::Random;
 
-/// Whether everything is to be tried.
+/// Whether `ALLSTREAM_TEST_FULL` asks for more rounds.
 fn full() -> bool {
     std::env::var("ALLSTREAM_TEST_FULL").is_ok_and(|v| !v.is_empty() && v != "0")
 }
@@ -39,13 +39,13 @@ fn rounds(count: u64, round: impl Fn(&mut Device, &mut Random) -> Result<(), Str
     println!("{launches} launches in {:.1?}", begun.elapsed());
 }
 
-/// How many elements: few, for heads and tails alone, or some vectors.
+/// How many elements: few, so that there are only heads and tails, or enough for some vectors.
 fn length(random: &mut Random, buffers: usize) -> usize {
     let most = random.pick(&[20, 200, 1000]);
     random.below(if buffers > 16 { most / 4 } else { most })
 }
 
-/// How many operands or outputs there are, and which are the same memory.
+/// How many operands and outputs there are, and whether an output is one of the operands.
 #[derive(Clone, Copy, Debug)]
 struct Shape {
     ins: usize,
@@ -112,7 +112,7 @@ fn reduce(
     let (expected, at) = copies(&buffers);
     let sources: Vec<*const u8> = ins.iter().map(|&index| at[index].cast_const()).collect();
     let targets: Vec<*mut u8> = outs.iter().map(|&index| at[index]).collect();
-    // SAFETY: each copy holds `len` elements from there on; they are ours alone, and equal or apart.
+    // SAFETY: each copy holds `len` elements from its pointer on; all are ours alone, and any two are the same or do not overlap.
     unsafe { scalar::reduce(dtype, op, &sources, &targets, len, finish) };
     let (ins, outs) = (addresses(&buffers, &ins), addresses(&buffers, &outs));
     let blocks = 1 + random.below(5) as u32;
@@ -121,7 +121,7 @@ fn reduce(
     device.check(random, &launch, buffers, &expected).map_err(case)
 }
 
-/// `None`: a copy.
+/// Scales by `factor`; `None`: a copy.
 fn scale(
     device: &mut Device,
     random: &mut Random,
@@ -135,14 +135,14 @@ fn scale(
     let buffers: Vec<Buffer> = (0..count).map(|_| Buffer::new(random, dtype, len, lie)).collect();
     let (expected, at) = copies(&buffers);
     for &out in outs.iter().filter(|&&out| out != 0) {
-        // SAFETY: each copy holds `len` elements from there on, and another one's are elsewhere.
+        // SAFETY: each copy holds `len` elements from its pointer on, and two copies do not overlap.
         unsafe { std::ptr::copy_nonoverlapping(at[0], at[out], len * dtype.size()) };
     }
     let mut distinct = outs.clone();
     distinct.sort_unstable();
     distinct.dedup();
     for (out, factor) in distinct.into_iter().filter_map(|out| Some((out, factor?))) {
-        // SAFETY: as above; nobody else has them.
+        // SAFETY: as above; nobody else uses the copies.
         unsafe { scalar::scale(dtype, at[out], len, factor) };
     }
     let (input, outs) = (buffers[0].address(), addresses(&buffers, &outs));
@@ -155,7 +155,7 @@ fn scale(
     device.check(random, &launch.unwrap(), buffers, &expected).map_err(case)
 }
 
-/// Packs or unpacks some tensors, with gaps between them in the buffer. Those that lie alike also start at a vector.
+/// Packs or unpacks some tensors, with gaps between them in the buffer. With `Lie::Alike` their parts of it also start at vectors.
 fn pack(
     device: &mut Device,
     random: &mut Random,
@@ -289,7 +289,7 @@ fn packing_and_unpacking_are_the_oracles_for_every_pair_that_converts() {
     rounds(4, |device, random| pack_all(device, random, &DType::ALL));
 }
 
-/// One wrong instruction, wherever it is, and these tests would fail: three places of each, eight with
+/// One wrong instruction, wherever it is, makes these tests fail: tried at up to three places of each, or eight with
 /// `ALLSTREAM_TEST_FULL=1`.
 #[test]
 fn a_wrong_instruction_is_noticed() {

@@ -1,4 +1,4 @@
-//! Messages that NCCL moves: what comes out, in whatever order they are called, the laws, and what goes wrong there.
+//! Messages that NCCL moves: results in whatever order they are called, laws, and failures in NCCL.
 
 use std::time::{Duration, Instant};
 
@@ -57,7 +57,7 @@ fn messages_give_what_was_sent() {
     });
 }
 
-/// Those that belong together, and are due together, are one call of NCCL.
+/// Messages that belong together, and can go at the same time, are one call of NCCL.
 #[test]
 fn an_exchange_is_one_kernel_where_it_can_be() {
     with_nccl("nccl::messages::an_exchange_is_one_kernel_where_it_can_be", 2, &[], || {
@@ -71,7 +71,7 @@ fn an_exchange_is_one_kernel_where_it_can_be() {
             soon(comm.barrier()).unwrap();
             told().kernels
         });
-        // 80 ends of messages.
+        // The messages have 80 ends: 40 kernels if each pair is one call, 80 if none is.
         assert!(kernels.iter().all(|kernels| (40..=80).contains(kernels)), "{kernels:?}");
         all_is_gone();
     });
@@ -88,7 +88,7 @@ fn messages_and_collectives_may_be_called_in_any_order() {
                 let all = up(&stream, vec![1.0_f32; LEN]);
                 let (buf, blank) = (message(LEN), up(&stream, vec![0.0_f32; LEN]));
                 let all = if rank == round % 2 {
-                    // The message is called behind the collective here, and is over before the other rank calls that.
+                    // The message is called behind the collective here, and has ended before the other rank calls the collective.
                     let all = comm.all_reduce(all);
                     let sent = comm.tag(3).send(buf, 1 - rank);
                     soon(sent).unwrap();
@@ -160,7 +160,7 @@ fn devices_launch_messages_and_collectives_in_one_order() {
     });
 }
 
-/// That the test above would see it: without the order, devices hang.
+/// Shows that the test above would notice a wrong order: without the engine's order of launches, devices hang.
 #[cfg(feature = "testing")]
 #[test]
 fn messages_in_any_order_hang_devices() {
@@ -203,7 +203,7 @@ fn law_5_ends_that_disagree_are_an_error_before_nccl_is_given_anything() {
     });
 }
 
-/// Law 4: before NCCL hears of anything.
+/// Law 4: the timeout comes before NCCL is given anything.
 #[test]
 fn law_4_a_peer_that_does_not_call_is_named() {
     with_nccl("nccl::messages::law_4_a_peer_that_does_not_call_is_named", 2, &[], || {
@@ -228,7 +228,7 @@ fn law_4_a_peer_that_does_not_call_is_named() {
     });
 }
 
-/// Laws 3 and 4: NCCL hangs, on its way to the stream or on the device, or refuses; what waits behind it comes back as well.
+/// Laws 3 and 4: NCCL hangs before its kernel is on the stream, or on the device, or refuses; operations behind it come back as well.
 #[test]
 fn laws_3_and_4_what_goes_wrong_in_nccl_ends_and_gives_buffers_back() {
     let test = "nccl::messages::laws_3_and_4_what_goes_wrong_in_nccl_ends_and_gives_buffers_back";
@@ -264,7 +264,7 @@ fn laws_3_and_4_what_goes_wrong_in_nccl_ends_and_gives_buffers_back() {
     });
 }
 
-/// Law 3: what an abort does not end may touch the buffers for ever; what NCCL was not given comes back.
+/// Law 3: a kernel that NCCL's abort does not end may touch its buffers for ever; a buffer that NCCL was not given comes back.
 #[test]
 fn law_3_what_an_abort_does_not_end_keeps_the_buffer() {
     with_nccl("nccl::messages::law_3_what_an_abort_does_not_end_keeps_the_buffer", 2, &[], || {
@@ -278,14 +278,14 @@ fn law_3_what_an_abort_does_not_end_keeps_the_buffer() {
             assert!(matches!(error, Error::Timeout { .. }), "{error}");
             assert!(buf.is_none(), "rank {rank}");
             assert!(failure(unmatched).1.is_some(), "rank {rank}");
-            // The handles would wait for the device.
+            // Dropping these would wait for the device.
             std::mem::forget((comm, stream));
         });
         std::process::exit(0);
     });
 }
 
-/// Laws 1 and 2: what is let go runs on; an abort ends what waits; and messages go beside what devices run by plans.
+/// Laws 1 and 2: messages that are dropped run on; an abort ends those that wait; messages go beside collectives that run by plans.
 #[test]
 fn messages_that_nobody_waits_for_run_on_and_an_abort_ends_them() {
     let test = "nccl::messages::messages_that_nobody_waits_for_run_on_and_an_abort_ends_them";
@@ -303,7 +303,7 @@ fn messages_that_nobody_waits_for_run_on_and_an_abort_ends_them() {
             let (sent, got) = soon(comm.send_recv(buf(), peer, buf(), peer)).unwrap();
             assert!(down(sent) == values(rank, LEN) && down(got) == values(peer, LEN));
             let waits = comm.tag(8).recv(buf(), peer);
-            // (No barrier of the communicator's: the abort might overtake its end on the other rank.)
+            // (Not a barrier of the communicator: the abort could reach the other rank before that has ended.)
             both_wait.wait();
             if rank == 0 {
                 comm.abort("a test");

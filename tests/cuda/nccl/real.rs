@@ -23,7 +23,7 @@ fn real() -> Option<PathBuf> {
         .find(|file| file.is_file())
 }
 
-/// It does not find the driver for tests, under which name allstream has that, and looks for one of its own.
+/// NCCL looks for a driver of its own by the usual name, and does not find the test driver, which allstream loads by another path.
 #[test]
 fn the_real_nccl_without_a_driver_of_its_own_is_an_error_that_names_the_file() {
     let has_driver = Path::new("/dev/nvidiactl").exists();

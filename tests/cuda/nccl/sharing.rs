@@ -1,11 +1,11 @@
-//! Ranks that share a device by NCCL's leave, and what is said where it has none.
+//! Ranks that share a device where NCCL allows it, and the error where it does not.
 
 use allstream::cuda::{Device, DevicePath, DeviceStream};
 
 use super::{LEN, all_is_gone, told, with_nccl};
 use crate::support::{down, ranks, soon, up, values};
 
-/// What two ranks are told that ask for one device, and the communicator, which goes on.
+/// The errors of two ranks that ask for one device. Their communicator goes on.
 fn refused(test: &str, version: &str, leave: &str) -> Vec<String> {
     let mut said = Vec::new();
     let variables = [("ALLSTREAM_TEST_NCCL_VERSION", version), ("NCCL_MULTI_RANK_GPU_ENABLE", leave)];
@@ -49,13 +49,13 @@ fn without_leave_nccl_shares_no_device() {
     }
 }
 
-/// Ranks of one process: what one of them launches waits on the device for what the other launches, so neither is held up by the other.
+/// Both ranks are in one process. Each rank's kernel waits on the device for the other's, so no rank may hold up the other's launch.
 #[test]
 fn ranks_share_a_device_where_nccl_has_leave_and_is_new_enough() {
     let variables = [
         ("ALLSTREAM_TEST_NCCL_VERSION", "23007"),
         ("NCCL_MULTI_RANK_GPU_ENABLE", "1"),
-        // A kernel of each rank has room on the device at a time.
+        // The device has room for a kernel of each rank at a time.
         ("ALLSTREAM_TEST_NCCL_ROOM", "2"),
         // With 8 hardware queues the streams of both ranks share some, and half of the runs end by the deadline.
         ("CUDA_DEVICE_MAX_CONNECTIONS", "32"),
@@ -78,7 +78,7 @@ fn ranks_share_a_device_where_nccl_has_leave_and_is_new_enough() {
                 for work in work {
                     assert!(down(soon(work).unwrap()) == sums, "round {round}");
                 }
-                // Longer than what goes as without NCCL.
+                // Longer than messages that go without NCCL.
                 let (given, into) = (up(&stream, values(rank, LEN)), up(&stream, vec![0.0; LEN]));
                 let peer = 1 - rank;
                 let (_, got) = soon(comm.send_recv(given, peer, into, peer)).unwrap();

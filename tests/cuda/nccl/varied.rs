@@ -1,4 +1,4 @@
-//! Collectives with a count for each rank, by NCCL: what comes out stands beside (`what_goes_to_nccl_gives_what_the_oracle_says`).
+//! Collectives with a count for each rank, by NCCL. `what_goes_to_nccl_gives_what_the_oracle_says` compares their results with an oracle.
 
 use std::time::Instant;
 
@@ -11,7 +11,7 @@ use crate::support::{down, is_ours, ranks, soon, up, values};
 const COUNTS: [usize; 3] = [700, 0, 1300];
 const ALL: usize = 2000;
 
-/// How many kernels of NCCL's `call` has come to, on all ranks together, and what the call gave.
+/// What `call` gave, and how many NCCL kernels it took on all ranks together.
 fn counted<R>(comm: &mut Comm, call: impl FnOnce(&mut Comm) -> R) -> (R, u64) {
     soon(comm.barrier()).unwrap();
     let before = told().kernels;
@@ -60,7 +60,7 @@ fn calls_with_a_count_for_each_rank_go_to_nccl() {
             assert!(down(result.1) == values(rank, COUNTS[rank]));
             assert_eq!(kernels, 2);
 
-            // Rank `from` sends `to` so many, as many as come back.
+            // Rank `from` sends rank `to` as many elements as it gets from there.
             let counts: Vec<usize> = (0..3).map(|other| COUNTS[(rank + other) % 3]).collect();
             let block = |from: usize, to: usize| values(3 * from + to, COUNTS[(from + to) % 3]);
             let given: Vec<f32> = (0..3).flat_map(|to| block(rank, to)).collect();
@@ -87,7 +87,7 @@ fn failure(work: Work<Both>) -> Error {
     error
 }
 
-/// Law 5, where each rank knows its own counts alone, and where all know those of all.
+/// Law 5, where each rank knows only its own counts, and where each rank knows the counts of all.
 #[test]
 fn law_5_counts_that_do_not_fit_are_an_error_before_nccl_is_given_anything() {
     let test = "nccl::varied::law_5_counts_that_do_not_fit_are_an_error_before_nccl_is_given_anything";

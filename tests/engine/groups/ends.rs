@@ -160,7 +160,7 @@ fn a_full_region_ends_what_is_idle_and_says_so_when_nothing_is() {
                 Err(error) => break error,
             }
         };
-        assert!(error.to_string().contains("has room for about"), "{error}");
+        assert!(error.to_string().contains("communicators of this size at a time"), "{error}");
         works(&mut parent);
         works(&mut world);
     });

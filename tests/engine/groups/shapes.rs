@@ -114,7 +114,7 @@ fn a_mesh_of_three_axes_is_row_major() {
 fn a_mesh_that_does_not_fit_is_an_error_on_all_ranks_and_harms_nothing() {
     on_ranks(4, "local", |rank, mut world| {
         let error = invalid(block_on(world.mesh([("dp", 2), ("tp", 3)])));
-        assert_eq!(error, "dp 2 x tp 3 is 6 ranks, and this group has 4; the sizes must multiply to it");
+        assert_eq!(error, "dp 2 x tp 3 is 6 ranks, and this group has 4; the product of the sizes must be 4");
         assert!(invalid(block_on(world.mesh([("dp", 4), ("tp", 0)]))).contains("is 0 ranks"));
         assert!(invalid(block_on(world.mesh([("x", 2), ("x", 2)]))).contains("\"x\" is named twice"));
         assert!(invalid(block_on(world.mesh::<String>([]))).contains("no axes were named"));

@@ -110,3 +110,30 @@ fn on_one_thread(test: impl FnOnce() + Send + 'static) {
         _ => thread.join().unwrap(),
     }
 }
+
+/// A device has a limited number of buckets in flight. Where there are more, one thread launches them in rounds over the devices: a bucket that one
+/// device waits for ends only once the others have launched it, too.
+#[test]
+fn a_step_of_more_buckets_than_may_be_in_flight_is_joined() {
+    on_one_thread(|| {
+        let layout = vec![Param::of::<f32>(32); 1100];
+        let mut node = Node::local(2).unwrap();
+        let options = Options::default().first_bucket_bytes(128).bucket_bytes(128);
+        let buckets = NodeBuckets::with(&mut node, &layout, options);
+        let mut buckets: NodeBuckets<Vec<f32>> = block_on(buckets).unwrap();
+        let streams = [0, 1].map(|_| HostStream::new("compute").unwrap());
+        for step in 0..2 {
+            for (device, buckets) in buckets.devices().iter_mut().enumerate() {
+                for i in 0..layout.len() {
+                    buckets.push(i, vec![(device + step) as f32; 32]).unwrap();
+                }
+            }
+            for joined in buckets.join(&streams).unwrap() {
+                let grads = joined.wait().unwrap();
+                assert!(grads.iter().flatten().all(|x| *x == step as f32 + 0.5));
+            }
+        }
+        block_on(buckets.close()).unwrap();
+        block_on(node.close()).unwrap();
+    });
+}

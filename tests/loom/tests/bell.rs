@@ -1,6 +1,7 @@
 //! Models of how the progress thread goes to sleep: `Doorbell::ring` (engine/link/local.rs), `ProgressThread::{nudge, kick, sleep, delist}`
-//! (engine/exec/progress thread.rs), `Endpoint::arm` (engine/exec/endpoint.rs). The eventfd is a flag that is looked at once all is over: a progress thread that went to sleep then,
-//! with work there and nobody having written to its eventfd, would sleep on. (The real one has deadlines as well.)
+//! (engine/exec/progress_thread.rs), `Endpoint::arm` (engine/exec/endpoint/progress.rs). The descriptors that wake the progress thread are modelled
+//! by one flag, which each model reads at its end: a progress thread that fell asleep while there was work, and to which nobody has written, would
+//! sleep on. (The real thread also wakes at deadlines.)
 #![allow(missing_docs)]
 
 use loom::sync::atomic::{AtomicBool, AtomicU32, Ordering, fence};
@@ -9,17 +10,17 @@ use loom::thread;
 const AWAKE: u32 = 0;
 const ASLEEP: u32 = 2;
 
-/// What the progress thread and those who wake it share. Leaked: a failing model unwinds, and loom's `Arc` cannot be dropped then.
+/// What the progress thread shares with those who wake it. Leaked, because a failing model unwinds, and loom's `Arc` cannot be dropped then.
 struct World {
-    /// A frame in a ring.
+    /// There is a frame in a ring, or an operation in an endpoint.
     published: AtomicBool,
-    /// An endpoint on the progress thread's list.
+    /// The endpoint is on the progress thread's list.
     listed: AtomicBool,
     /// `Region::doorbell_flag`.
     flag: AtomicU32,
     /// `ProgressThread::state`.
     state: AtomicU32,
-    /// The eventfd has been written to.
+    /// Somebody has written to a descriptor that wakes the progress thread.
     written: AtomicBool,
 }
 
@@ -34,7 +35,7 @@ fn world() -> &'static World {
 }
 
 impl World {
-    /// `Doorbell::ring`, after publishing.
+    /// Publishes a frame, then does what `Doorbell::ring` does.
     fn ring(&self, fenced: bool) {
         self.published.store(true, Ordering::Release);
         if fenced {
@@ -45,7 +46,7 @@ impl World {
         }
     }
 
-    /// `ProgressThread::enlist`, `ProgressThread::nudge`.
+    /// What `ProgressThread::enlist` does, then `ProgressThread::nudge`.
     fn enlist(&self) {
         self.listed.store(true, Ordering::Release);
         fence(Ordering::SeqCst);
@@ -61,15 +62,15 @@ impl World {
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Fault {
     None,
-    /// The ringer does not fence between what it published and its look at the flag.
+    /// The ringer has no fence between publishing and reading the flag.
     Ringer,
-    /// The sleeper does not fence between its flag and its second look.
+    /// The sleeper has no fence between setting its flag and looking again for work.
     Fence,
-    /// The sleeper does not look again after it has set its flag.
+    /// The sleeper does not look again for work after it has set its flag.
     Look,
 }
 
-/// A peer publishes a frame and rings while the progress thread sets its region's flag and looks again.
+/// A peer publishes a frame and rings, while the progress thread sets its region's flag and looks again for work.
 fn doorbell(fault: Fault) {
     loom::model(move || {
         let w = world();
@@ -108,7 +109,7 @@ fn control_sleeping_without_a_second_look_is_caught() {
     doorbell(Fault::Look);
 }
 
-/// Two go to sleep one after the other and one rings: the flag that the first left behind does not matter.
+/// The progress thread falls asleep, wakes and falls asleep again while a peer rings: no ring is lost, whichever flag it meets.
 #[test]
 fn a_flag_taken_down_and_put_up_again_still_wakes() {
     loom::model(|| {
@@ -117,7 +118,7 @@ fn a_flag_taken_down_and_put_up_again_still_wakes() {
         w.flag.store(1, Ordering::Release);
         fence(Ordering::SeqCst);
         let mut found = w.published.load(Ordering::Acquire);
-        // Woken by something else: awake, a pass, asleep again.
+        // Something else wakes the thread: it clears the flag, makes a pass and falls asleep again.
         w.flag.store(0, Ordering::Relaxed);
         found |= w.published.load(Ordering::Acquire);
         w.flag.store(1, Ordering::Release);
@@ -131,13 +132,13 @@ fn a_flag_taken_down_and_put_up_again_still_wakes() {
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Fresh {
-    /// An endpoint that the second look finds new keeps the progress thread awake: its region's flag is not up.
+    /// If the second look finds an endpoint that is new on the list, the progress thread stays awake: the region's flag is not set yet.
     KeepsAwake,
-    /// The progress thread sleeps all the same.
+    /// The progress thread falls asleep although the endpoint is new.
     IsSleptOver,
 }
 
-/// A submission enlists an endpoint, and its peer rings, while the progress thread falls asleep without end.
+/// A submission enlists an endpoint, and a peer rings, while the progress thread falls asleep.
 fn enlisting(fresh: Fresh) {
     loom::model(move || {
         let w = world();
@@ -179,14 +180,14 @@ enum Unfenced {
     ProgressThread,
 }
 
-/// An operation is submitted to an endpoint that the progress thread, which found nothing to do there, takes off its list. One of the
-/// two puts it back.
+/// The progress thread found nothing to do for an endpoint and takes it off its list, while an operation is submitted to that endpoint.
+/// Either the submitter or the progress thread puts the endpoint back on the list.
 fn taking_off(unfenced: Unfenced) {
     loom::model(move || {
         let w = world();
         let enlisted: &AtomicBool = Box::leak(Box::new(AtomicBool::new(true)));
         w.listed.store(true, Ordering::Relaxed);
-        // `Endpoint::submit`: `is_queued` is set, then `arm`.
+        // `Endpoint::submit_collective`: the operation is queued, then `arm` runs.
         let submitter = thread::spawn(move || {
             w.published.store(true, Ordering::Relaxed);
             if unfenced != Unfenced::Submitter {

@@ -1,4 +1,4 @@
-//! The table of operations in flight: `engine/exec/inflight.rs` itself, in loom's mutex.
+//! Models of the table of operations in flight: the file `engine/exec/inflight.rs` itself, behind loom's mutex.
 #![allow(missing_docs, dead_code)]
 
 #[path = "../../../engine/exec/inflight.rs"]
@@ -13,7 +13,7 @@ use loom::thread;
 
 use table::{Finished, Inflight, Key, Look};
 
-/// A buffer that says how often it was dropped.
+/// A buffer that counts how often it was dropped.
 struct Buffer(Plain<Count>);
 
 impl Drop for Buffer {
@@ -41,7 +41,7 @@ impl Wake for Wakes {
     }
 }
 
-/// As `Endpoint::finish`: what comes out of the table is dropped and woken outside its lock.
+/// Like `Endpoint::finish`: drops the buffer and wakes the waker that the table returns, both outside the table's lock.
 fn finish(table: &Table, key: Key, result: Result<(), &'static str>) {
     let (waker, held) = table.lock().unwrap().finish(key, result);
     drop(held);
@@ -50,7 +50,7 @@ fn finish(table: &Table, key: Key, result: Result<(), &'static str>) {
     }
 }
 
-/// As `Submitted::look` of an endpoint: wakers are cloned and dropped outside the lock.
+/// Like `look` of an endpoint's table: wakers are cloned and dropped outside the lock.
 fn look(table: &Table, key: Key, waker: Option<&Waker>) -> Option<Finished<Buffer, &'static str>> {
     let Some(waker) = waker else { return table.lock().unwrap().take(key) };
     let look = table.lock().unwrap().poll(key, waker);
@@ -66,7 +66,7 @@ fn look(table: &Table, key: Key, waker: Option<&Waker>) -> Option<Finished<Buffe
     }
 }
 
-/// As `Submitted::detach` of an endpoint.
+/// Like `detach` of an endpoint's table.
 fn detach(table: &Table, key: Key) {
     let (held, waker) = table.lock().unwrap().detach(key);
     drop((held, waker));
@@ -84,7 +84,7 @@ fn awaited(lose_the_waker: bool) {
         let stored = (!lose_the_waker).then_some(&waker);
         let first = look(&table, key, stored);
         engine.join().unwrap();
-        // Whoever got nothing would sleep now: it must have been woken.
+        // A task that got no outcome would sleep now, so its waker must have been woken.
         let woken = wakes.0.load(Order::SeqCst);
         let (lost, finished) = (first.is_none() && woken == 0, first);
         let finished = finished.or_else(|| look(&table, key, None));
@@ -113,7 +113,7 @@ fn control_a_waker_that_is_not_stored_is_a_lost_wake_up() {
     awaited(true);
 }
 
-/// A waker of an earlier poll does not take the place of the last one.
+/// If a task polls twice, the waker of the second poll replaces that of the first.
 #[test]
 fn the_waker_of_the_last_poll_is_woken() {
     loom::model(|| {
@@ -142,7 +142,7 @@ fn a_detached_buffer_is_dropped_once_whoever_comes_last() {
             let table = table.clone();
             thread::spawn(move || detach(&table, key))
         };
-        // Meanwhile the entry is used again as soon as it can be.
+        // Meanwhile another operation is submitted, which reuses the entry if it is free already.
         let again = Plain::new(Count::new(0));
         let next = table.lock().unwrap().submit(Buffer(again.clone()));
         engine.join().unwrap();
@@ -155,7 +155,7 @@ fn a_detached_buffer_is_dropped_once_whoever_comes_last() {
     });
 }
 
-/// A user who polls once and lets go, while the engine finishes.
+/// A user polls once and then detaches the operation, while the engine finishes it.
 #[test]
 fn polled_then_dropped_frees_once() {
     loom::model(|| {
@@ -176,7 +176,7 @@ fn polled_then_dropped_frees_once() {
     });
 }
 
-/// As a task's waker that owns another operation of the table: it lets go of that when it goes itself.
+/// A waker whose task owns another operation of the same table: when the waker is dropped, it detaches that operation.
 struct Owner(std::sync::Mutex<Option<(Table, Key)>>);
 
 impl Owner {
@@ -197,8 +197,8 @@ impl Drop for Owner {
     }
 }
 
-/// A waker that owns another operation comes back to the table whenever it goes: let go of with its own operation, replaced
-/// by that of a later poll, or not needed as its operation has finished. Under the lock that would be a deadlock, which loom finds.
+/// When a waker that owns another operation is dropped, it locks the table again. It may be dropped because its own operation is detached, because a
+/// later poll replaces it, or because its operation has finished. Dropping it under the lock would be a deadlock, which loom finds.
 #[test]
 fn a_waker_that_owns_another_operation_may_go_at_any_moment() {
     for polled_again in [false, true] {
@@ -229,7 +229,7 @@ fn a_waker_that_owns_another_operation_may_go_at_any_moment() {
     }
 }
 
-/// What the model above would find: a waker that goes while the lock is held.
+/// Shows that the model above can fail: a waker that is dropped while the lock is held finds the table locked.
 #[test]
 #[should_panic(expected = "under the lock")]
 fn control_a_waker_dropped_under_the_lock_finds_it_held() {
@@ -256,8 +256,8 @@ fn control_a_waker_dropped_under_the_lock_finds_it_held() {
     });
 }
 
-/// The engine finishes in two steps with the lock let go between them: a detach in the gap is missed, and the buffer
-/// of an operation that nobody will ask for stays.
+/// Here the engine reads whether the operation was detached, releases the lock, and only then marks it finished. A detach
+/// in between is missed, and nobody frees the buffer.
 #[test]
 #[should_panic(expected = "freed")]
 fn control_a_finish_that_does_not_look_at_detached_leaks() {

@@ -1,4 +1,4 @@
-//! The ring of frames: `engine/link/ring.rs` itself, over cells in which loom sees every data race.
+//! Models of the ring of frames: the file `engine/link/ring.rs` itself, over memory in which loom detects every data race.
 #![allow(missing_docs, dead_code)]
 
 #[path = "../../../engine/link/ring.rs"]
@@ -13,17 +13,17 @@ use ring::{Consumer, Producer, RingMemory};
 const CELLS: usize = 2;
 const FRAMES: u64 = 4;
 
-/// How the memory is wrong, on purpose.
+/// Which mistake the memory makes on purpose.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Fault {
     None,
-    /// A cell is published without a release.
+    /// A cell is published without release ordering.
     Publish,
-    /// Cells are given back without a release.
+    /// Released cells are given back without release ordering.
     Release,
 }
 
-/// Cells and the payloads they lend, both in memory that only the protocol keeps apart.
+/// The cells and the payloads that their frames lend. Nothing but the protocol keeps the two threads from touching them at the same time.
 struct Memory {
     laps: [AtomicU32; CELLS],
     released: AtomicU64,
@@ -32,7 +32,7 @@ struct Memory {
     fault: Fault,
 }
 
-/// Leaked: a failing model unwinds, and loom's `Arc` cannot be dropped then.
+/// Leaked memory, because a failing model unwinds, and loom's `Arc` cannot be dropped then.
 #[derive(Clone, Copy)]
 struct Shared(&'static Memory);
 
@@ -47,7 +47,7 @@ impl Shared {
         })))
     }
 
-    /// The sender's own memory, lent with frame `i`.
+    /// Writes the sender's memory that frame `i` will lend.
     fn fill(&self, i: u64) {
         // SAFETY: loom reports a race here as a failure; the value is a plain integer.
         self.0.lent[i as usize % CELLS].with_mut(|p| unsafe { *p = 100 + i });
@@ -87,7 +87,7 @@ impl RingMemory for Shared {
     }
 }
 
-/// Two laps of a ring of two cells: every cell, and the memory lent with it, is used again.
+/// Sends four frames through a ring of two cells, so that every cell, and the memory lent with it, is used again.
 fn hand_over(fault: Fault) {
     let mut model = loom::model::Builder::new();
     model.preemption_bound = Some(4);
@@ -139,7 +139,7 @@ fn control_a_cell_given_back_without_release_is_caught() {
     hand_over(Fault::Release);
 }
 
-/// A receiver that writes nonsense as its count does not get memory taken from under a reader.
+/// A receiver that publishes an impossible count of released frames does not make the sender take lent memory back.
 #[test]
 fn an_impossible_count_of_released_frames_is_not_believed() {
     loom::model(|| {
@@ -159,7 +159,7 @@ fn an_impossible_count_of_released_frames_is_not_believed() {
     });
 }
 
-/// A receiver closes with frames unread: all that was lent is the sender's again, and it may write there.
+/// A receiver closes while frames are unread: all lent memory is the sender's again, and the sender may write to it.
 fn closing(fault: Fault) {
     loom::model(move || {
         let memory = Shared::new(fault);

@@ -1,4 +1,4 @@
-//! Communicators: their ends, what is in progress, and how they go.
+//! Communicators: the handles of their ranks, the calls in progress, and how a communicator ends.
 
 use std::collections::{BTreeMap, HashMap};
 use std::ffi::c_int;
@@ -10,45 +10,45 @@ use crate::kernel::{self, Call, Meeting, Round};
 use crate::knobs::{self, COUNTS, What, trouble};
 use crate::{Code, IN_PROGRESS, INVALID_ARGUMENT, INVALID_USAGE, SUCCESS, driver, misuse};
 
-/// An end of a communicator, by a number that is never given twice.
+/// Names one rank's side of a communicator, by a number that is never given twice.
 pub(crate) type Handle = u64;
 
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// What all ends have in common.
+/// What the ranks of one communicator share.
 pub(crate) struct Clique {
     pub(crate) size: usize,
-    /// The devices of the ranks that have come in.
+    /// The ranks that have called init so far, each with its device.
     members: Mutex<BTreeMap<c_int, c_int>>,
-    /// What the kernels of a call have found of each other.
+    /// For each collective or message: the kernels that have arrived for it.
     pub(crate) rounds: Mutex<HashMap<Meeting, Round>>,
     pub(crate) changed: Condvar,
 }
 
-/// One rank's end.
+/// One rank's side of a communicator.
 pub(crate) struct Comm {
     handle: Handle,
     pub(crate) clique: Arc<Clique>,
     pub(crate) rank: c_int,
     pub(crate) device: c_int,
-    /// Calls, or an init, that are in progress.
+    /// How many calls are in progress; an init counts as one.
     busy: AtomicU64,
-    /// What has failed.
+    /// The first error, or `SUCCESS`.
     failed: AtomicI32,
     calls: AtomicU64,
-    /// How many collectives were called, and messages from one rank to another.
+    /// How many collectives were called (`None`), and how many messages were sent or received for each (sender, receiver).
     counts: Mutex<HashMap<Option<(c_int, c_int)>, u64>>,
     finalized: AtomicBool,
     pub(crate) aborted: AtomicBool,
-    /// Kernels on its stream that have not ended.
+    /// Kernels of this rank that have not ended.
     pub(crate) running: AtomicU64,
 }
 
 static COMMS: Mutex<BTreeMap<Handle, Arc<Comm>>> = Mutex::new(BTreeMap::new());
 
-/// The cliques that are coming together, by id.
+/// The cliques some of whose ranks have not called init yet, by id.
 static CLIQUES: LazyLock<Mutex<HashMap<[u8; 128], Arc<Clique>>>> = LazyLock::new(Mutex::default);
 
 pub(crate) fn init(size: usize, id: [u8; 128], rank: c_int) -> Result<Handle, Code> {
@@ -111,14 +111,14 @@ impl Comm {
         lock(&COMMS).get(&handle).cloned()
     }
 
-    /// It is not used again.
+    /// Takes the handle out of the table: from now on every call with it is misuse.
     pub(crate) fn take(handle: Handle) -> Option<Arc<Comm>> {
         let comm = lock(&COMMS).remove(&handle)?;
         COUNTS.comms.fetch_sub(1, Ordering::Relaxed);
         Some(comm)
     }
 
-    /// What `ncclCommGetAsyncError` gives.
+    /// The answer of `ncclCommGetAsyncError`.
     pub(crate) fn state(&self) -> Code {
         match self.failed.load(Ordering::Acquire) {
             SUCCESS if self.busy.load(Ordering::Acquire) > 0 => IN_PROGRESS,
@@ -131,7 +131,7 @@ impl Comm {
         let _ = self.failed.compare_exchange(SUCCESS, code, Ordering::AcqRel, Ordering::Acquire);
     }
 
-    /// Whether a call may be made.
+    /// Checks whether this call may be made now: `SUCCESS`, or the code that refuses it.
     pub(crate) fn check(&self, call: &Call) -> Code {
         if self.is_finalized() {
             return misuse("a call on a communicator that is finalized", INVALID_USAGE);
@@ -147,14 +147,14 @@ impl Comm {
         SUCCESS
     }
 
-    /// The calls of a group become one kernel, some time later.
+    /// Makes one kernel of the calls of a group. Another thread puts it on the stream after the delay.
     pub(crate) fn submit(self: &Arc<Self>, calls: Vec<Call>, stream: u64) -> Code {
         let number = self.calls.fetch_add(1, Ordering::AcqRel);
         knobs::notes_call(self.rank);
         let mut counts = lock(&self.counts);
         let counted = |call: Call| {
             let place = call.place(self.rank);
-            // Of a message to itself a rank calls both ends.
+            // A rank calls both ends of a message to itself, so two calls count as one message.
             let sent_first = matches!(place, Some((from, to)) if from == to);
             let count = counts.entry(place).or_default();
             *count += 1;
@@ -172,7 +172,7 @@ impl Comm {
             if trouble(What::StaysInProgress, comm.rank, number).is_some() {
                 return;
             }
-            // Under this an abort either is seen here, or sees the kernel.
+            // Counted before `aborted` is read: so either this thread sees the abort, or the abort sees the kernel and waits for it.
             comm.running.fetch_add(1, Ordering::SeqCst);
             if comm.aborted.load(Ordering::SeqCst) || !kernel::launch(&comm, number, calls, stream) {
                 comm.fails(crate::UNHANDLED_CUDA_ERROR);
@@ -194,12 +194,12 @@ impl Comm {
         self.finalized.load(Ordering::Acquire)
     }
 
-    /// Ends its kernels, and waits for that.
+    /// Makes this rank's kernels end, and waits until they have.
     pub(crate) fn abort(&self) -> Code {
         let is_deaf = trouble(What::IsDeaf, self.rank, 0).is_some();
         if !is_deaf {
             self.aborted.store(true, Ordering::SeqCst);
-            // Under the lock: a kernel either sees it, or waits already.
+            // Notifies under the lock, so that a kernel has either seen `aborted` or waits already and is woken.
             let _rounds = lock(&self.clique.rounds);
             self.clique.changed.notify_all();
         }

@@ -1,9 +1,9 @@
-//! The CUDA driver for tests, of which this library needs two functions.
+//! The two functions of the CUDA driver for tests that this library calls.
 
 use std::ffi::{CStr, CString, c_int, c_void};
 use std::sync::OnceLock;
 
-/// Bytes of device memory that work touches.
+/// A range of device memory that a piece of work touches.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub(crate) struct Place {
@@ -36,7 +36,7 @@ fn driver() -> Option<&'static Driver> {
             if address.is_null() { None } else { Some(address) }
         };
         let (device, work) = (symbol(c"cuCtxGetDevice")?, symbol(c"allstream_test_cuda_work")?);
-        // SAFETY: the functions' types, in cuda.h and in the driver's `door.rs`.
+        // SAFETY: the functions have these types: the first in cuda.h, the second in `door.rs` of the driver for tests.
         Some(unsafe {
             Driver {
                 ctx_get_device: std::mem::transmute::<*mut c_void, GetDevice>(device),
@@ -50,17 +50,17 @@ fn driver() -> Option<&'static Driver> {
 /// The device of the context that is current.
 pub(crate) fn current_device() -> Option<c_int> {
     let (driver, mut device) = (driver()?, 0);
-    // SAFETY: room for a number.
+    // SAFETY: the pointer leads to room for a number.
     let answer = unsafe { (driver.ctx_get_device)(&raw mut device) };
     (answer == 0).then_some(device)
 }
 
-/// Puts work on a stream. Whether it is there.
+/// Puts work on a stream. Returns whether the driver has accepted it.
 ///
 /// # Safety
 /// `work` may be called with `argument` once, on another thread.
 pub(crate) unsafe fn put(stream: u64, places: &[Place], work: Work, argument: *mut c_void) -> bool {
     let Some(driver) = driver() else { return false };
-    // SAFETY: as many places as are said; the rest is the caller's promise.
+    // SAFETY: the pointer and the length are those of `places`; that `work` may be called is the caller's promise.
     unsafe { (driver.work)(stream, places.as_ptr(), places.len(), Some(work), argument) == 0 }
 }

@@ -1,4 +1,4 @@
-//! What runs on streams: kernels that find those of the other ranks, and what they compute together.
+//! The kernels that run on streams: each waits for those of the other ranks, and the last to arrive computes the results of all.
 
 use std::collections::HashMap;
 use std::ffi::{c_int, c_void};
@@ -12,7 +12,7 @@ use crate::comm::{Comm, lock};
 use crate::driver::{self, Place};
 use crate::knobs::{self, COUNTS, What, trouble};
 
-/// How often who waits looks whether it was aborted.
+/// How often a kernel that waits looks whether its communicator was aborted.
 const LOOK: Duration = Duration::from_millis(20);
 
 /// What a call does.
@@ -27,7 +27,7 @@ pub(crate) enum Verb {
     Recv { peer: c_int },
 }
 
-/// A call, as it was made: addresses are the device's. `count` is as the real library counts for this verb.
+/// A call, as it was made, with addresses of device memory. `count` has the meaning that the real library gives it for this function.
 #[derive(Clone, Copy)]
 pub(crate) struct Call {
     pub(crate) verb: Verb,
@@ -50,7 +50,7 @@ fn op(number: c_int) -> Option<ReduceOp> {
 }
 
 impl Call {
-    /// Blocks of `count` that a rank reads, and that it writes.
+    /// How many blocks of `count` elements a rank reads, and how many it writes.
     fn blocks(&self, rank: c_int, size: usize) -> (usize, usize) {
         let is_root = |root: c_int| usize::from(root == rank);
         match self.verb {
@@ -69,7 +69,7 @@ impl Call {
         self.count * dtype(self.dtype).map_or(0, DType::size)
     }
 
-    /// Whether its numbers mean something, on a rank.
+    /// Whether the arguments of this call are valid on this rank.
     pub(crate) fn is_sound(&self, rank: c_int, size: usize) -> bool {
         let Some(dtype) = dtype(self.dtype) else { return false };
         let is_rank = |rank: c_int| usize::try_from(rank).is_ok_and(|rank| rank < size);
@@ -89,7 +89,8 @@ impl Call {
             && there(self.output, writes)
     }
 
-    /// Where its rank meets the others: their calls of the same number, counted by what this is the name of.
+    /// What the call is counted under: `None` for collectives, (sender, receiver) for messages. Calls of different ranks belong together
+    /// if they have the same place and the same number there.
     pub(crate) fn place(&self, rank: c_int) -> Option<(c_int, c_int)> {
         match self.verb {
             Verb::Send { peer } => Some((rank, peer)),
@@ -99,7 +100,7 @@ impl Call {
     }
 }
 
-/// A call that a kernel has come to, and where the process keeps its memory.
+/// A call whose kernel runs, and the addresses in this process of the device memory that it names.
 #[derive(Clone, Copy)]
 struct Here {
     rank: c_int,
@@ -108,17 +109,17 @@ struct Here {
     output: *mut u8,
 }
 
-// SAFETY: the memory is kept by the driver as long as the kernel runs that this is of, which waits for the others.
+// SAFETY: the driver keeps the memory for as long as this call's kernel runs, and that kernel waits until the others no longer use it.
 unsafe impl Send for Here {}
 
-/// Of which calls: collectives, or the messages from one rank to another; and which of them.
+/// Which calls belong together: the place where they are counted (see [`Call::place`]), and their number there.
 pub(crate) type Meeting = (Option<(c_int, c_int)>, u64);
 
-/// What the kernels of a call have found of each other.
+/// The calls of one [`Meeting`] whose kernels have arrived.
 #[derive(Default)]
 pub(crate) struct Round {
     here: Vec<Here>,
-    /// All have come, and the results are there.
+    /// All kernels have arrived, and the results are written.
     done: bool,
     left: usize,
 }
@@ -130,7 +131,7 @@ struct Kernel {
     calls: Vec<(Call, Meeting)>,
 }
 
-/// Puts a kernel on a stream. Whether it is there.
+/// Puts a kernel on a stream. Returns whether the driver has accepted it.
 pub(crate) fn launch(comm: &Arc<Comm>, number: u64, calls: Vec<(Call, Meeting)>, stream: u64) -> bool {
     let of_call = |(call, _): &(Call, Meeting)| {
         let (reads, writes) = call.blocks(comm.rank, comm.clique.size);
@@ -140,20 +141,20 @@ pub(crate) fn launch(comm: &Arc<Comm>, number: u64, calls: Vec<(Call, Meeting)>,
     let places: Vec<Place> = calls.iter().flat_map(of_call).collect();
     let kernel = Box::into_raw(Box::new(Kernel { comm: comm.clone(), number, calls }));
     COUNTS.kernels.fetch_add(1, Ordering::Relaxed);
-    // SAFETY: `run` takes the kernel, once, on the stream's thread.
+    // SAFETY: `run` is called at most once, on the stream's thread, and takes the box back from the pointer.
     let put = unsafe { driver::put(stream, &places, run, kernel.cast()) };
     if !put {
-        // SAFETY: nobody else has got it.
+        // SAFETY: the driver has refused the work, so nobody else has the pointer, which `Box::into_raw` made.
         drop(unsafe { Box::from_raw(kernel) });
     }
     put
 }
 
 unsafe extern "C" fn run(kernel: *mut c_void, places: *const *mut u8) -> u32 {
-    // SAFETY: from `launch`, which gave it away.
+    // SAFETY: the pointer is from `Box::into_raw` in `launch`, which gave it away, and the driver calls this once.
     let Kernel { comm, number, calls } = *unsafe { Box::from_raw(kernel.cast::<Kernel>()) };
     let at = |index: usize| {
-        // SAFETY: as many places as `launch` named: two for each call.
+        // SAFETY: the driver passes as many places as `launch` named, which are two for each call.
         unsafe { *places.add(index) }
     };
     let here = calls.iter().enumerate().map(|(i, (call, meeting))| {
@@ -178,7 +179,7 @@ pub(crate) fn wake_devices() {
     DEVICES.1.notify_all();
 }
 
-/// Takes room on the device. `false`: it was aborted before there was any.
+/// Waits until the device has room for a kernel, and takes it. `false`: the communicator was aborted before that.
 fn enter(comm: &Comm) -> bool {
     let mut devices = lock(&DEVICES.0);
     loop {
@@ -199,7 +200,7 @@ fn leave(device: c_int) {
     wake_devices();
 }
 
-/// Waits for the kernels of the other ranks; of each call, the last one to come computes for all.
+/// Waits for the kernels of the other ranks. For each call, the kernel that arrives last computes the results of all.
 fn meet(comm: &Comm, number: u64, here: Vec<(Meeting, Here)>) {
     let (clique, hangs) = (&comm.clique, trouble(What::Hangs, comm.rank, number).is_some());
     let mut rounds = lock(&clique.rounds);
@@ -233,7 +234,7 @@ fn meet(comm: &Comm, number: u64, here: Vec<(Meeting, Here)>) {
             return;
         }
         if comm.aborted.load(Ordering::SeqCst) {
-            // Whoever comes later finds it missing.
+            // A kernel that arrives later must not touch this one's memory: it finds one call missing and waits.
             for meeting in &left {
                 if let Some(round) = rounds.get_mut(meeting) {
                     round.here.retain(|here| here.rank != comm.rank);
@@ -245,12 +246,12 @@ fn meet(comm: &Comm, number: u64, here: Vec<(Meeting, Here)>) {
     }
 }
 
-/// How many calls meet: a message has two ends.
+/// How many calls belong together: two for a message, one of each rank for a collective.
 fn wanted((message, _): Meeting, size: usize) -> usize {
     if message.is_some() { 2 } else { size }
 }
 
-/// `None`: they differ.
+/// Computes the results of calls that belong together. `None`: their arguments do not match.
 fn compute(all: &[Here]) -> Option<()> {
     let first = all.first()?;
     if first.call.place(first.rank).is_none() {
@@ -262,12 +263,12 @@ fn compute(all: &[Here]) -> Option<()> {
     if from.call.bytes() != to.call.bytes() {
         return None;
     }
-    // SAFETY: both are as long as their calls say, which say the same; kept as long as their kernels run, which wait.
+    // SAFETY: both buffers have this many bytes, by their calls; the driver keeps them while their kernels run, and both kernels wait here.
     unsafe { to.output.copy_from(from.input, from.call.bytes()) };
     Some(())
 }
 
-/// A collective, by what all ranks have of it, in their order.
+/// Computes a collective from the calls of all ranks, in rank order.
 fn collective(all: &[Here]) -> Option<()> {
     let Call { verb, count, dtype: number, .. } = all.first()?.call;
     let is_alike = |here: &Here| (here.call.verb, here.call.count, here.call.dtype) == (verb, count, number);
@@ -278,7 +279,7 @@ fn collective(all: &[Here]) -> Option<()> {
     let fold = |number: c_int, block: usize| {
         let ins: Vec<*const u8> = all.iter().map(|here| here.input.wrapping_add(block * bytes)).collect();
         let mut result = vec![0_u8; bytes];
-        // SAFETY: each is as long as the call says, and nobody writes there: all kernels are here. `result` is our own.
+        // SAFETY: each input is as long as its call says, and nobody writes to it, as all kernels wait here. `result` is our own.
         unsafe {
             reduce(dtype, op(number)?, &ins, &[result.as_mut_ptr()], count, Some((size as u32).into()))
         };
@@ -290,7 +291,7 @@ fn collective(all: &[Here]) -> Option<()> {
         unsafe { block.as_mut_ptr().copy_from(here.input, bytes) };
         block
     };
-    // All are made before the first is written: outputs may be inputs.
+    // All results are computed before the first is written, because an output may be an input too.
     let results: Vec<Option<Vec<u8>>> = match verb {
         Verb::AllReduce { op } => vec![Some(fold(op, 0)?); size],
         Verb::Reduce { op, root } => {
@@ -304,7 +305,7 @@ fn collective(all: &[Here]) -> Option<()> {
     };
     for (here, result) in all.iter().zip(results) {
         if let Some(result) = result {
-            // SAFETY: as above; an output is this rank's alone.
+            // SAFETY: the output is as long as its call says, all kernels wait here, and only this rank uses the output.
             unsafe { here.output.copy_from(result.as_ptr(), result.len()) };
         }
     }

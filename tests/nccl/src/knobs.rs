@@ -1,4 +1,4 @@
-//! What can be told to this library, and what it tells.
+//! What tests can set in this library, and what it reports to them.
 
 use std::ffi::c_int;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -9,13 +9,13 @@ fn number(name: &str, otherwise: u64) -> u64 {
     std::env::var(name).ok().and_then(|text| text.parse().ok()).unwrap_or(otherwise)
 }
 
-/// How long a call is in progress.
+/// How long a call, or an init, is in progress at least.
 pub(crate) fn delay() -> Duration {
     static DELAY: LazyLock<u64> = LazyLock::new(|| number("ALLSTREAM_TEST_NCCL_DELAY_US", 100));
     Duration::from_micros(*DELAY)
 }
 
-/// Kernels that a device has room for.
+/// How many kernels a device runs at the same time.
 pub(crate) fn room() -> u64 {
     static ROOM: LazyLock<u64> = LazyLock::new(|| number("ALLSTREAM_TEST_NCCL_ROOM", 1));
     *ROOM
@@ -26,25 +26,25 @@ pub(crate) fn version() -> c_int {
     *VERSION as c_int
 }
 
-/// Whether several ranks may be on one device, as the real library decides it.
+/// Whether several ranks may use one device. The real library decides by the same version and variable.
 pub(crate) fn shares_devices() -> bool {
     version() >= 23000 && number("NCCL_MULTI_RANK_GPU_ENABLE", 0) != 0
 }
 
-/// What goes wrong.
+/// What a test can make go wrong. `call` is the number of a kernel on that rank, from 0: one for each call, or for each group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum What {
     /// The call stays in progress, and never gets onto its stream.
     StaysInProgress = 1,
-    /// Its kernel never finds the others.
+    /// The call's kernel never meets those of the other ranks, and runs until an abort.
     Hangs = 2,
-    /// It fails when it is done: the communicator has this error from then on.
+    /// The communicator has this error from the end of the call's kernel on.
     FailsLate = 3,
-    /// The call itself answers this.
+    /// The call itself returns this code.
     Refuses = 4,
-    /// Init answers this. `call` is without a meaning.
+    /// Init returns this code. `call` must be 0.
     RefusesInit = 5,
-    /// An abort ends no kernel, and does not return.
+    /// An abort ends no kernel, and does not return. `call` has no meaning.
     IsDeaf = 6,
 }
 
@@ -53,19 +53,19 @@ impl What {
         [What::StaysInProgress, What::Hangs, What::FailsLate, What::Refuses, What::RefusesInit, What::IsDeaf];
 }
 
-/// What, on which rank, at which of its calls, with which code.
+/// What goes wrong, on which rank, at which of its calls, with which code.
 type Trouble = (What, c_int, u64, c_int);
 
 static TROUBLE: Mutex<Vec<Trouble>> = Mutex::new(Vec::new());
 
-/// The code with which this goes wrong there, if it does.
+/// The code with which `what` goes wrong at this call of the rank; `None`: it does not.
 pub(crate) fn trouble(what: What, rank: c_int, call: u64) -> Option<c_int> {
     let all = TROUBLE.lock().unwrap_or_else(PoisonError::into_inner);
     let is_it = |t: &&Trouble| (t.0, t.1) == (what, rank) && (t.2 == call || what == What::IsDeaf);
     all.iter().find(is_it).map(|trouble| trouble.3)
 }
 
-/// Adds to what goes wrong; 0: nothing does from now on.
+/// Adds one thing that goes wrong; `what` of 0 removes all. Returns 0, or 4 if there is no such `what`.
 #[unsafe(no_mangle)]
 pub(crate) extern "C" fn allstream_test_nccl_trouble(
     what: c_int,
@@ -82,37 +82,37 @@ pub(crate) extern "C" fn allstream_test_nccl_trouble(
     0
 }
 
-/// When each rank of the last communicators has made its last call, in nanoseconds of the monotonic clock.
+/// When each rank last made a call, on whatever communicator, in nanoseconds of the monotonic clock; 0: never.
 pub(crate) static CALLED: [AtomicU64; 64] = [const { AtomicU64::new(0) }; 64];
 
 pub(crate) fn notes_call(rank: c_int) {
     let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: room for a time.
+    // SAFETY: the pointer leads to room for a time.
     unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &raw mut now) };
     if let Some(called) = CALLED.get(rank as usize) {
         called.store(now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64, Ordering::Relaxed);
     }
 }
 
-/// Tells when this rank has made its last call.
+/// Returns when this rank last made a call, in nanoseconds of the monotonic clock; 0: never.
 #[unsafe(no_mangle)]
 pub(crate) extern "C" fn allstream_test_nccl_called(rank: c_int) -> u64 {
     CALLED.get(rank as usize).map_or(0, |called| called.load(Ordering::Relaxed))
 }
 
-/// What was done, and what lives.
+/// What was done so far, and what exists now.
 #[derive(Clone, Copy, Debug, Default)]
 #[repr(C)]
 pub(crate) struct Report {
-    /// Ends of communicators that live.
+    /// Handles of communicators that were neither destroyed nor aborted.
     comms: u64,
     /// Inits so far.
     inits: u64,
     /// Kernels that were put on streams.
     kernels: u64,
-    /// Calls in which ranks differed.
+    /// Collectives or messages whose ranks called with different arguments.
     mismatches: u64,
-    /// What a real one forbids.
+    /// Calls that the real library forbids.
     misuses: u64,
 }
 
@@ -132,10 +132,10 @@ pub(crate) static COUNTS: Counts = Counts {
     misuses: AtomicU64::new(0),
 };
 
-/// Tells.
+/// Writes the report to `out`.
 ///
 /// # Safety
-/// There is room for a report.
+/// `out` leads to room for a report.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn allstream_test_nccl_report(out: *mut Report) -> c_int {
     let count = |of: &AtomicU64| of.load(Ordering::Relaxed);

@@ -1,7 +1,7 @@
 //! NCCL for tests: the functions of `libnccl.so.2` that allstream uses, among threads of one process, on the CUDA driver for tests.
 //!
 //! See the README for what it can show and what it cannot. Functions carry the names and signatures of the real library, whose manual
-//! documents them; here stand only the choices that are ours.
+//! documents them; the comments here explain only what differs from it.
 
 mod comm;
 mod driver;
@@ -24,7 +24,7 @@ pub(crate) const INVALID_ARGUMENT: Code = 4;
 pub(crate) const INVALID_USAGE: Code = 5;
 pub(crate) const IN_PROGRESS: Code = 7;
 
-/// What a real one forbids.
+/// Counts and prints a use that the real library forbids; returns `code`.
 pub(crate) fn misuse(what: &str, code: Code) -> Code {
     COUNTS.misuses.fetch_add(1, Ordering::Relaxed);
     eprintln!("NCCL for tests: {what}");
@@ -36,7 +36,7 @@ unsafe extern "C" fn ncclGetVersion(version: *mut c_int) -> Code {
     if version.is_null() {
         return INVALID_ARGUMENT;
     }
-    // SAFETY: the caller's, who promises room for a number.
+    // SAFETY: the caller promises that `version` leads to room for a number.
     unsafe { version.write(knobs::version()) };
     SUCCESS
 }
@@ -68,7 +68,7 @@ unsafe extern "C" fn ncclGetUniqueId(id: *mut UniqueId) -> Code {
     let mut bytes = [0; 128];
     bytes[..8].copy_from_slice(&NEXT.fetch_add(1, Ordering::Relaxed).to_le_bytes());
     bytes[127] = 1;
-    // SAFETY: the caller's, who promises room for an id.
+    // SAFETY: the caller promises that `id` leads to room for an id.
     unsafe { id.write(UniqueId(bytes)) };
     SUCCESS
 }
@@ -90,7 +90,7 @@ unsafe extern "C" fn ncclCommInitRankConfig(
     rank: c_int,
     config: *const Config,
 ) -> Code {
-    // SAFETY: the caller's: a configuration that says how long it is, or null.
+    // SAFETY: the caller promises that `config` is null or leads to a configuration, which is at least as long as this beginning.
     let Some(config) = (unsafe { config.as_ref() }) else {
         return misuse("init without a configuration", INVALID_ARGUMENT);
     };
@@ -101,7 +101,7 @@ unsafe extern "C" fn ncclCommInitRankConfig(
     }
     match comm::init(size as usize, id.0, rank) {
         Ok(handle) => {
-            // SAFETY: the caller's, who promises room for a handle.
+            // SAFETY: `out` is not null, and the caller promises that it leads to room for a handle.
             unsafe { out.write(handle) };
             IN_PROGRESS
         }
@@ -114,7 +114,7 @@ unsafe extern "C" fn ncclCommGetAsyncError(handle: Handle, out: *mut Code) -> Co
     let Some(comm) = Comm::get(handle) else {
         return misuse("a state is asked for that is gone", INVALID_ARGUMENT);
     };
-    // SAFETY: the caller's, who promises room for a code.
+    // SAFETY: the caller promises that `out` leads to room for a code.
     unsafe { out.write(comm.state()) };
     SUCCESS
 }
@@ -144,7 +144,7 @@ extern "C" fn ncclCommAbort(handle: Handle) -> Code {
     }
 }
 
-/// The group that this thread has begun: how deep, and its calls.
+/// The group that this thread has begun: how deeply groups are nested, its calls, and the first error.
 #[derive(Default)]
 struct Group {
     depth: u32,
@@ -179,7 +179,7 @@ extern "C" fn ncclGroupEnd() -> Code {
     if let Some(code) = group.failed {
         return code;
     }
-    // One kernel for each communicator, in the order of their first calls.
+    // Each communicator gets one kernel, in the order in which the group first called the communicators.
     let mut rest = group.calls;
     let mut answer = SUCCESS;
     while let Some((handle, stream, _)) = rest.first() {
@@ -200,7 +200,7 @@ extern "C" fn ncclGroupEnd() -> Code {
     answer
 }
 
-/// One call: in the group, or a group of its own.
+/// Adds a call to the group that this thread has begun, or makes it a group of its own.
 fn add(handle: Handle, stream: u64, call: Call) -> Code {
     let checked = match Comm::get(handle) {
         None => misuse("a call on a communicator that is gone", INVALID_ARGUMENT),
@@ -219,7 +219,7 @@ fn add(handle: Handle, stream: u64, call: Call) -> Code {
     }
 }
 
-/// The functions of collectives: what each is given beside its two ends, and what it does with them.
+/// Defines the functions of collectives: for each, its arguments beside those that all have, and its verb.
 macro_rules! collectives {
     ($($name:ident($($argument:ident),*) = $verb:expr;)*) => {$(
         #[unsafe(no_mangle)]

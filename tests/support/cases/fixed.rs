@@ -92,7 +92,7 @@ impl<T: Value, P: Place> Run<'_, T, P> {
         Ok(hash(&output))
     }
 
-    /// What all ranks give, in their order.
+    /// The inputs of all ranks, in rank order.
     fn whole(&self, len: usize) -> Expected<T> {
         let values = (0..self.n()).flat_map(|r| self.case.input::<T>(r, len)).collect();
         Expected { values, near: Vec::new() }
@@ -286,7 +286,7 @@ impl<T: Value, P: Place> Run<'_, T, P> {
     }
 
     fn prefixes(&self, n: usize, len: usize, inclusive: bool) -> Expected<T> {
-        // (Rank 0 of an exclusive scan has none: what is computed for it is not looked at.)
+        // (Rank 0 of an exclusive scan has no result: what is computed here in its place is never compared.)
         let of = |rank: usize| 0..if inclusive { rank + 1 } else { rank.max(1) };
         self.case.folded(n, len, &(0..n).map(of).collect::<Vec<_>>())
     }

@@ -6,10 +6,10 @@ use super::counts;
 use super::{Case, Combine, Run, Seen, Wrong, boxed, compare, hash};
 use crate::values::{Value, mix};
 
-/// No list has a longer buffer: what is expected is computed by each rank.
+/// The longest buffer of a list. It is limited because each rank computes the expected results of a list by itself.
 const LONGEST: usize = 60_001;
 
-/// What is in a list: of the case's type, of the other type, and one more of the first.
+/// The lengths of a list's buffers: several of the case's type, three of another type, and one more of the case's type.
 struct Lengths {
     first: Vec<usize>,
     second: [usize; 3],
@@ -20,7 +20,7 @@ impl Lengths {
     fn of(case: &Case) -> Lengths {
         let len = case.len.min(LONGEST);
         let h = mix(&[case.seed, 17]);
-        // Now and then more than are in flight together, now and then none.
+        // Sometimes there are more buffers than are in flight together (16), sometimes none.
         let many = [0, 1, 3, 24][(h % 4) as usize];
         let first = (0..many).map(|j| [len / 7, 0, 1, 13, len % 31][(j + h as usize / 8) % 5]).collect();
         Lengths { first, second: [0, len, 5], last: len / 3 }
@@ -29,7 +29,7 @@ impl Lengths {
 
 impl<T: Value> Run<'_, T> {
     pub(super) fn list(&mut self) -> Result<Seen, Wrong> {
-        // The other type is one on which the reduction is defined, too.
+        // The reduction must be defined on the other type too: each `ReduceOp` is on `i32`.
         match self.case.op {
             Combine::Op(_) => self.of_types::<i32>(),
             _ => self.of_types::<T>(),
@@ -44,7 +44,7 @@ impl<T: Value> Run<'_, T> {
         }
     }
 
-    /// What a rank puts into buffer `j` of a list.
+    /// The input of a rank in buffer `j` of a list.
     fn nth<U: Value>(&self, j: usize, rank: usize, len: usize) -> Vec<U> {
         self.case.nth(j).input(rank, len)
     }
@@ -79,7 +79,7 @@ impl<T: Value> Run<'_, T> {
         Ok(together(&seen))
     }
 
-    /// Whether buffer `j` of a list in place is what it must be.
+    /// Checks buffer `j` of a list that was worked on in place.
     fn judge<U: Value>(&self, j: usize, buf: &[U]) -> Result<Seen, Wrong> {
         let (n, len, case, root) = (self.n(), buf.len(), self.case.nth(j), self.case.root);
         let name = format!("buffer {j}");
@@ -182,7 +182,7 @@ impl<T: Value> Run<'_, T> {
     }
 }
 
-/// Of several buffers, what all must have alike.
+/// Combines what a rank saw of several buffers; `Nothing` if one of them has no hash.
 fn together(seen: &[Seen]) -> Seen {
     let mut hashes = Vec::new();
     for one in seen {

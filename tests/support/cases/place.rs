@@ -1,4 +1,4 @@
-//! Where the buffers of a case lie: on the host, by different owners, or on a device.
+//! Where the buffers of a case lie: on the host, in several types of buffers, or on a device.
 
 use std::time::Duration;
 
@@ -7,16 +7,16 @@ use allstream::{Buf, Element, HostBuf};
 
 use super::boxed;
 
-/// A copy to or from a device has no deadline of its own.
+/// How long a copy to or from a device may take. The copy itself has no deadline.
 const COPY: Duration = Duration::from_secs(30);
 
-/// Makes buffers, and reads what came of them.
+/// Makes buffers with these values, and reads their values afterwards.
 pub trait Place {
-    /// Of inputs, and of what is worked on in place.
+    /// The type of inputs, and of most buffers that are worked on in place.
     type In<T: Element>: Buf<Elem = T>;
-    /// Of outputs.
+    /// The type of outputs, and of the buffers of `reduce`, `scan` and `exscan` in place.
     type Out<T: Element>: Buf<Elem = T>;
-    /// Of inputs of calls that make their output.
+    /// The type of inputs of calls that make their output themselves.
     type New<T: Element>: Buf<Elem = T>;
     fn put<T: Element>(&self, values: &[T]) -> Result<Self::In<T>, String>;
     fn got<T: Element>(&self, buf: Self::In<T>) -> Result<Vec<T>, String>;
@@ -25,7 +25,7 @@ pub trait Place {
     fn put_new<T: Element>(&self, values: &[T]) -> Result<Self::New<T>, String>;
 }
 
-/// Memory of the host's.
+/// Memory of the host.
 pub struct Host;
 
 impl Place for Host {
@@ -49,7 +49,7 @@ impl Place for Host {
     }
 }
 
-/// Memory of a device's, in the order of this stream.
+/// Memory of a device, used in the order of this stream.
 pub struct OnDevice(pub DeviceStream);
 
 /// Waits for a copy, with a deadline.

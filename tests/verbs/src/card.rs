@@ -1,4 +1,4 @@
-//! The card: all queue pairs of this process, under one lock, and the thread that moves what nobody's call moves.
+//! The pretended card: all queue pairs of this process, under one lock, and the thread that receives packets, sends on and keeps time.
 
 use std::collections::HashMap;
 use std::ffi::c_int;
@@ -12,16 +12,16 @@ use crate::faults::lock;
 use crate::queue_pair::QueuePair;
 use crate::shared::Shared;
 
-/// Packets that are taken from a pair before others, and who waits for the lock, have their turn.
+/// How many packets of a pair are received before the lock is released, so that other threads can take it.
 const AT_A_TIME: usize = 16;
-/// What the thread's timer is called among the numbers of queue pairs, which have 24 bits.
+/// Stands for the timer in epoll events, which otherwise carry the number of a queue pair, of 24 bits.
 const TIMER: u64 = u64::MAX;
 
 pub(crate) struct Card {
     pub(crate) shared: Shared,
-    /// By their numbers.
+    /// The queue pairs, by number.
     pub(crate) pairs: HashMap<u32, QueuePair>,
-    /// The numbers, by where programs have their parts.
+    /// The numbers of queue pairs, by the address of the `IbvQp` that the program has.
     pub(crate) numbers: HashMap<usize, u32>,
     waits: OwnedFd,
 }
@@ -40,18 +40,18 @@ pub(crate) fn card() -> Result<MutexGuard<'static, Card>, c_int> {
     }
 }
 
-/// The card, if there is one.
+/// The card, if a call has made it.
 pub(crate) fn card_if_made() -> Option<MutexGuard<'static, Card>> {
     CARD.get()?.as_ref().ok().map(lock)
 }
 
 fn made() -> Result<Mutex<Card>, c_int> {
-    // SAFETY: makes a descriptor.
+    // SAFETY: the call takes no pointers; it makes a descriptor.
     let waits = unsafe { libc::epoll_create1(libc::EPOLL_CLOEXEC) };
     if waits < 0 {
         return Err(errno());
     }
-    // SAFETY: just made, and nobody else's.
+    // SAFETY: the descriptor was just made, and nobody else owns it.
     let waits = unsafe { OwnedFd::from_raw_fd(waits) };
     let shared = Shared::new()?;
     watch(&waits, shared.timer.fd(), libc::EPOLLIN, TIMER)?;
@@ -62,16 +62,16 @@ fn made() -> Result<Mutex<Card>, c_int> {
 
 fn watch(waits: &OwnedFd, fd: RawFd, events: c_int, name: u64) -> Result<(), c_int> {
     let mut event = libc::epoll_event { events: events as u32, u64: name };
-    // SAFETY: open descriptors, and an event that is copied.
+    // SAFETY: the descriptors are open, and the kernel copies the event during the call.
     match unsafe { libc::epoll_ctl(waits.as_raw_fd(), libc::EPOLL_CTL_ADD, fd, &raw mut event) } {
         0 => Ok(()),
         _ => Err(errno()),
     }
 }
 
-/// Starts the thread, which gets none of the process's signals and never ends.
+/// Starts the card's thread, which blocks all signals and never ends.
 fn start(fd: RawFd) -> Result<(), c_int> {
-    // SAFETY: sets of signals on the stack; this thread's mask is as before when the other has taken its own from it.
+    // SAFETY: the sets of signals are on the stack. The new thread inherits the mask with all signals; then this thread's mask is restored.
     unsafe {
         let (mut all, mut before) = (mem::zeroed(), mem::zeroed());
         libc::sigfillset(&raw mut all);
@@ -85,7 +85,7 @@ fn start(fd: RawFd) -> Result<(), c_int> {
 fn run(fd: RawFd) {
     let mut events = [libc::epoll_event { events: 0, u64: 0 }; 32];
     loop {
-        // SAFETY: the card's own descriptor, which is never closed; room for so many events.
+        // SAFETY: the descriptor is the card's, and is never closed once this thread runs; there is room for this many events.
         let count = unsafe { libc::epoll_wait(fd, events.as_mut_ptr(), events.len() as c_int, -1) };
         for event in &events[..usize::try_from(count).unwrap_or(0)] {
             let name = event.u64;
@@ -103,7 +103,7 @@ fn run(fd: RawFd) {
 }
 
 impl Card {
-    /// Takes up a queue pair.
+    /// Adds a queue pair, and watches its socket.
     pub(crate) fn add(&mut self, pair: QueuePair) -> Result<(), c_int> {
         let (number, key) = (pair.number(), pair.key);
         let events = libc::EPOLLIN | libc::EPOLLOUT | libc::EPOLLET;
@@ -114,10 +114,10 @@ impl Card {
         Ok(())
     }
 
-    /// Takes a queue pair away. What was posted to it is gone: from here on nothing touches its memory.
+    /// Removes a queue pair, with all requests that are posted to it: from here on nothing touches their memory.
     pub(crate) fn remove(&mut self, key: usize) -> Result<(), c_int> {
         let number = self.numbers.remove(&key).ok_or(libc::EINVAL)?;
-        // The kernel forgets a descriptor that is closed.
+        // This closes the pair's socket, and the kernel then removes it from the epoll.
         drop(self.pairs.remove(&number));
         self.shared.memory.forget_pair(number);
         self.shared.completions.forget_pair(number);
@@ -125,7 +125,7 @@ impl Card {
         Ok(())
     }
 
-    /// Runs this with a queue pair, if there is one, and sees to what has become of others by it.
+    /// Runs `run` with the queue pair of this number, if there is one, and then `settle`, as other pairs may be affected.
     pub(crate) fn with<T>(
         &mut self,
         number: u32,
@@ -136,7 +136,7 @@ impl Card {
         Some(done)
     }
 
-    /// A pair's socket has packets, or room: whether it may have more.
+    /// Serves a pair whose socket has packets, or room for some. Returns whether there may be more packets.
     fn serve(&mut self, number: u32) -> bool {
         let serve = |pair: &mut QueuePair, shared: &mut Shared| {
             pair.blocked = None;
@@ -148,7 +148,7 @@ impl Card {
         self.with(number, serve).unwrap_or(false)
     }
 
-    /// What is due is done.
+    /// Does everything whose time has come, and sets the timer for the rest.
     fn tick(&mut self) {
         self.shared.timer.fired();
         let now = Instant::now();
@@ -177,7 +177,7 @@ impl Card {
         self.settle();
     }
 
-    /// A completion queue that has overflowed takes its queue pairs with it.
+    /// Puts the queue pairs of completion queues that have overflowed into the error state.
     pub(crate) fn settle(&mut self) {
         while let Some(queue) = self.shared.completions.failed.pop() {
             if let Some(context) = self.shared.completions.context(queue) {

@@ -1,4 +1,4 @@
-//! Numbers and bits of the header's that `allstream-sys` does not name.
+//! Constants of the C header `verbs.h` that `allstream-sys` does not name.
 
 use std::ffi::{c_int, c_uint};
 
@@ -94,7 +94,7 @@ pub(crate) const PORT_ERR: c_uint = 10;
 /// `ibv_port_state` of a port that can be used.
 pub(crate) const ACTIVE: c_uint = 4;
 
-/// How a request that is posted with this code is called in its completion; `None`: no such request can be posted.
+/// The `ibv_wc_opcode` in the completion of a request with this `ibv_wr_opcode`; `None`: this library does not accept such requests.
 pub(crate) fn completed(opcode: c_uint) -> Option<c_uint> {
     match opcode {
         SEND | SEND_WITH_IMM => Some(0),

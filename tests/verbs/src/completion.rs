@@ -1,4 +1,4 @@
-//! Completion queues, and the channels that tell of them.
+//! Completion queues, and the channels that carry their events.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::ffi::{c_int, c_uint};
@@ -12,11 +12,11 @@ use crate::codes::SUCCESS;
 use crate::counts::Report;
 use crate::signal::Signal;
 
-/// What a program has of a completion queue.
+/// The part of a completion queue to which the program has a pointer.
 #[repr(C)]
 pub(crate) struct SharedCq {
     pub(crate) ibv: IbvCq,
-    /// How many completions wait, so that who polls an empty queue takes no lock.
+    /// How many completions wait. Polling an empty queue reads only this, and takes no lock.
     waiting: AtomicUsize,
 }
 
@@ -30,19 +30,19 @@ impl SharedCq {
     }
 }
 
-/// A completion, and what its being polled gives back.
+/// A completion, and what becomes free when the program polls it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Entry {
     pub(crate) wc: IbvWc,
     pub(crate) pair: u32,
     pub(crate) is_receive: bool,
-    /// Requests whose room in the queue pair is free again: this one and those before it that told nothing.
+    /// How many requests' places in the queue pair become free: this request's, and those of earlier ones without a completion.
     pub(crate) slots: u32,
-    /// The sender has asked for it to be told to who waits for such alone.
+    /// The sender has marked the message as solicited, so it also wakes a program that waits only for such.
     pub(crate) is_solicited: bool,
 }
 
-/// What a queue was asked to tell of, once.
+/// For which completion the next event of a queue is asked for. An event disarms the queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Armed {
     No,
@@ -57,13 +57,13 @@ struct Queue {
     capacity: usize,
     entries: VecDeque<Entry>,
     armed: Armed,
-    /// Events that were fetched, and not acknowledged.
+    /// How many events of the queue were fetched and not acknowledged.
     fetched: u32,
     has_failed: bool,
 }
 
-// SAFETY: the program's part is made of addresses and an atomic number, of which this side only touches the number; it is there for as long as
-// the queue is.
+// SAFETY: of the program's part, to which `shared` points, this side only touches an atomic number; and that part lives as long as the queue is in
+// the table.
 unsafe impl Send for Queue {}
 
 struct Channel {
@@ -77,16 +77,16 @@ struct Late {
     entry: Entry,
 }
 
-/// All of a process.
+/// All completion queues and channels of a process.
 #[derive(Default)]
 pub(crate) struct Completions {
     queues: HashMap<usize, Queue>,
     channels: HashMap<usize, Channel>,
     late: BTreeMap<(Instant, u64), Late>,
-    /// When the last late completion of a queue pair's sends, or receives, is due: later ones come after it.
+    /// When the last delayed completion of a queue pair's sends (`false`) or receives (`true`) is due. Later completions must not overtake it.
     last_due: HashMap<(u32, bool), Instant>,
     sequence: u64,
-    /// Queues that have overflowed, and whose queue pairs do not know yet.
+    /// Queues that have overflowed, and whose queue pairs were not put into the error state yet.
     pub(crate) failed: Vec<usize>,
 }
 
@@ -146,7 +146,7 @@ impl Completions {
         }
     }
 
-    /// Adds a completion, now or later: when it is due, if that is later.
+    /// Adds a completion, at once or after a delay. Returns the time when a delayed one is due.
     pub(crate) fn push(
         &mut self,
         key: usize,
@@ -171,7 +171,7 @@ impl Completions {
         Some(due)
     }
 
-    /// Delivers what is due: when the next one is.
+    /// Delivers the delayed completions that are due. Returns when the next one is due.
     pub(crate) fn tick(&mut self, now: Instant, report: &mut Report) -> Option<Instant> {
         while let Some(first) = self.late.first_entry() {
             let due = first.key().0;
@@ -201,7 +201,7 @@ impl Completions {
             return;
         }
         queue.entries.push_back(entry);
-        // SAFETY: the program's part of the queue lives as long as the queue is here.
+        // SAFETY: the program's part lives as long as the queue is in the table.
         unsafe { &*queue.shared }.waiting.store(queue.entries.len(), Ordering::Release);
         let tells = match queue.armed {
             Armed::No => false,
@@ -216,7 +216,7 @@ impl Completions {
         }
     }
 
-    /// Asks for the next completion that comes to be told, or the next that was sent as solicited. Those that are there already do not count.
+    /// Asks for an event at the next completion, or at the next one that is solicited or failed. Completions that wait already do not count.
     pub(crate) fn arm(&mut self, key: usize, only_solicited: bool) -> Result<(), c_int> {
         let queue = self.queues.get_mut(&key).ok_or(libc::EINVAL)?;
         if queue.armed != Armed::Next {
@@ -234,14 +234,14 @@ impl Completions {
         Ok(entries)
     }
 
-    /// The queue that an event of the channel's is about, if one waits.
+    /// Fetches the channel's oldest event, if one waits: the queue that it is about.
     pub(crate) fn fetch(&mut self, channel: usize) -> Option<usize> {
         let key = self.channels.get_mut(&channel)?.waiting.pop_front()?;
         self.queues.get_mut(&key)?.fetched += 1;
         Some(key)
     }
 
-    /// Whether so many events had been fetched; they are acknowledged now.
+    /// Acknowledges `count` events. Returns whether as many had been fetched.
     pub(crate) fn acknowledge(&mut self, key: usize, count: c_uint) -> bool {
         let Some(queue) = self.queues.get_mut(&key) else { return false };
         let are_known = queue.fetched >= count;
@@ -249,7 +249,7 @@ impl Completions {
         are_known
     }
 
-    /// What a queue pair's completions would tell is gone.
+    /// Drops all completions of a queue pair, delivered or delayed.
     pub(crate) fn forget_pair(&mut self, pair: u32) {
         self.late.retain(|_, late| late.entry.pair != pair);
         self.last_due.retain(|(known, _), _| *known != pair);

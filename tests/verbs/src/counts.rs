@@ -1,4 +1,4 @@
-//! What is counted for tests: calls by name, and what happens behind them.
+//! Counters for tests: calls by name, and what the library does.
 
 use std::ffi::c_int;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -10,7 +10,7 @@ macro_rules! calls {
         #[allow(missing_docs)]
         pub(crate) enum Call { $($call,)* }
 
-        /// Their names in C, in the same order.
+        /// The names of these functions in C, in the same order.
         pub(crate) const NAMES: &[&str] = &[$($name,)*];
     };
 }
@@ -53,57 +53,57 @@ impl Call {
         NAMES[self as usize]
     }
 
-    /// Counts one.
+    /// Counts a call.
     pub(crate) fn count(self) {
         CALLS[self as usize].fetch_add(1, Ordering::Relaxed);
     }
 }
 
-/// How often the function of this name has been called; `None`: there is none.
+/// How often the function of this name has been called; `None`: there is no such function.
 pub(crate) fn calls(name: &str) -> Option<u64> {
     let at = NAMES.iter().position(|known| *known == name)?;
     Some(CALLS[at].load(Ordering::Relaxed))
 }
 
-/// What there is now, and what has happened since the process began.
+/// What exists now, and what has happened since the process began. The tests have a copy of this layout.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
 pub(crate) struct Report {
-    /// What lives.
+    /// Open devices; the numbers down to `queue_pairs` are those of objects that exist now.
     pub(crate) contexts: u64,
     pub(crate) domains: u64,
     pub(crate) regions: u64,
-    /// Whole pages, of each region by itself, as the kernel counts them.
+    /// Bytes of the pages that regions touch. A page counts once for each region, as the kernel counts it.
     pub(crate) pinned_bytes: u64,
     pub(crate) windows: u64,
     pub(crate) channels: u64,
     pub(crate) completion_queues: u64,
     pub(crate) queue_pairs: u64,
-    /// Accesses to this process's memory, its own or a peer's, that the keys do not allow: not registered (any more), beyond the bounds,
-    /// or without the permission. Each has ended in an error.
+    /// Accesses to this process's memory, by itself or by a peer, that the keys do not allow: the memory was not registered (any more), or the
+    /// access was out of bounds or not permitted. Each has ended in an error.
     pub(crate) refused_accesses: u64,
-    /// Memory that was unmapped while it was registered.
+    /// Times that memory was found to be unmapped while it was registered.
     pub(crate) unmapped: u64,
-    /// Times that a message of a peer's found no receive posted.
+    /// Times that a message of a peer found no posted receive.
     pub(crate) no_receive: u64,
-    /// Times that a queue pair began again from a packet that it had sent.
+    /// Times that a queue pair began to send packets again from an earlier one.
     pub(crate) retransmissions: u64,
-    /// Completion queues that had no room for a completion.
+    /// Completions that were lost because their queue was full.
     pub(crate) overflows: u64,
     /// Requests that were flushed.
     pub(crate) flushed: u64,
-    /// Requests to send that were posted, READs and bindings of windows too.
+    /// Requests that were posted by `ibv_post_send`, including READs and bindings of windows.
     pub(crate) requests: u64,
     /// Completions that were polled.
     pub(crate) completions: u64,
-    /// Events of completion queues that were told by a channel.
+    /// Events of completion queues that were put into a channel.
     pub(crate) wakeups: u64,
-    /// The most bytes that were pinned at a time.
+    /// The most bytes that were pinned at the same time.
     pub(crate) most_pinned_bytes: u64,
 }
 
-/// Answers as the library's functions do that leave their reason in `errno`.
+/// Stores the error code in `errno`.
 pub(crate) fn fail(code: c_int) {
-    // SAFETY: this thread's own number.
+    // SAFETY: the address is that of this thread's own `errno`.
     unsafe { *libc::__errno_location() = code };
 }

@@ -6,7 +6,7 @@ use std::os::fd::RawFd;
 
 use crate::signal::Signal;
 
-/// What has happened, and to what: the address of a queue pair or completion queue, or the number of a port.
+/// What has happened (`kind`), and to what: `element` is the address of a queue pair or completion queue, or the number of a port.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Event {
     pub(crate) kind: c_uint,
@@ -16,7 +16,7 @@ pub(crate) struct Event {
 pub(crate) struct Events {
     signal: Signal,
     waiting: VecDeque<Event>,
-    /// Fetched, and not acknowledged.
+    /// Events that were fetched and not acknowledged.
     fetched: Vec<Event>,
 }
 
@@ -40,7 +40,7 @@ impl Events {
         Some(event)
     }
 
-    /// Whether such an event was fetched; it is acknowledged now.
+    /// Acknowledges an event. Returns whether such an event had been fetched.
     pub(crate) fn acknowledge(&mut self, event: Event) -> bool {
         let at = self.fetched.iter().position(|fetched| *fetched == event);
         at.map(|at| self.fetched.swap_remove(at)).is_some()
@@ -50,7 +50,7 @@ impl Events {
         self.fetched.iter().all(|event| event.element != element)
     }
 
-    /// What this element's events would tell is gone.
+    /// Drops the events of this element that wait.
     pub(crate) fn forget(&mut self, element: usize) {
         let before = self.waiting.len();
         self.waiting.retain(|event| event.element != element);

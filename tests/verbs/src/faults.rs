@@ -1,4 +1,4 @@
-//! What a test can turn, by environment variables, which are read once, and by functions at run time (`calls/knobs.rs`).
+//! The knobs of a test: environment variables, which are read once, and functions at run time (`calls/knobs.rs`).
 
 use std::ffi::c_int;
 use std::str::FromStr;
@@ -16,12 +16,12 @@ struct Fault {
 }
 
 struct Knobs {
-    /// The longest time by which a completion is late, in microseconds; 0: none is.
+    /// The longest delay of a completion or of a READ's answer, in microseconds; 0: no delays.
     delay: AtomicU64,
     seed: AtomicU64,
-    /// Of a thousand packets, so many are lost.
+    /// How many of a thousand packets are lost.
     loss: AtomicU64,
-    /// The so manieth request to send from now stays for ever; 0: none does.
+    /// The request to send with this number, counted from now, is stalled (1 is the next); 0: none is.
     stall: AtomicU64,
     faults: Mutex<Vec<Fault>>,
     any_fault: AtomicBool,
@@ -35,7 +35,7 @@ fn variable(name: &str) -> String {
     std::env::var(format!("ALLSTREAM_TEST_VERBS_{name}")).unwrap_or_default()
 }
 
-/// A test that turns a knob wrongly must not pass for the wrong reason.
+/// Ends the process at a variable that cannot be read, so that a test with a mistyped knob does not pass by ignoring it.
 fn wrong(name: &str, text: &str) -> ! {
     eprintln!("verbs for tests: ALLSTREAM_TEST_VERBS_{name}: cannot read {text:?}");
     std::process::abort()
@@ -76,7 +76,7 @@ fn knobs() -> &'static Knobs {
     })
 }
 
-/// Counts a call, and says how it is to fail, if it is.
+/// Counts a call. Returns the error with which the call must fail, if a test has asked for that.
 pub(crate) fn called(call: Call) -> Result<(), c_int> {
     call.count();
     let knobs = knobs();
@@ -101,7 +101,7 @@ pub(crate) fn called(call: Call) -> Result<(), c_int> {
     }
 }
 
-/// Makes the `nth` call from now of a function fail; 0 takes back what was set for it, and no name everything.
+/// Makes the `nth` call of a function from now fail. `nth` of 0 removes the faults of this function, no name those of all functions.
 pub(crate) fn fail_call(name: Option<&str>, nth: u64, code: c_int) -> c_int {
     let mut faults = lock(&knobs().faults);
     let Some(name) = name else {
@@ -133,15 +133,15 @@ pub(crate) fn set_stall(nth: u64) {
     knobs().stall.store(nth, Ordering::Relaxed);
 }
 
-/// Whether the request that is posted now is one that stays.
+/// Counts a request to send; returns whether it is the one to be stalled.
 pub(crate) fn stalls() -> bool {
     let stall = &knobs().stall;
-    // Where it is not set, nobody writes to it.
+    // Read first, so that threads do not write to the counter all the time if it is 0.
     stall.load(Ordering::Relaxed) > 0
         && stall.fetch_update(Ordering::AcqRel, Ordering::Acquire, |left| left.checked_sub(1)) == Ok(1)
 }
 
-/// The source of delays and losses.
+/// The random numbers that decide about delays and losses.
 #[derive(Default)]
 pub(crate) struct Draws {
     seed: Option<u64>,
@@ -161,7 +161,7 @@ impl Draws {
         self.state.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 16
     }
 
-    /// By how much something is late: half of the time by nothing, else by up to the longest delay.
+    /// Draws a delay: none half of the time, else up to the longest delay.
     pub(crate) fn delay(&mut self) -> Option<Duration> {
         let longest = knobs().delay.load(Ordering::Relaxed);
         if longest == 0 {
@@ -171,7 +171,7 @@ impl Draws {
         (draw & 1 == 0).then(|| Duration::from_micros((draw >> 1) % longest + 1))
     }
 
-    /// Whether a packet is lost.
+    /// Draws whether a packet is lost.
     pub(crate) fn loses(&mut self) -> bool {
         let loss = knobs().loss.load(Ordering::Relaxed);
         loss > 0 && self.next() % 1000 < loss

@@ -3,9 +3,10 @@
 //!
 //! See the README for what it can show and what it cannot.
 //!
-//! `calls/` has what a program calls; `card.rs` the thread that works while nobody does; `queue_pair.rs` the states of a queue pair,
-//! `requester.rs` and `responder.rs` its halves; `wire.rs` how packets get from one to another; `memory.rs`, `completion.rs` and
-//! `events.rs` what they use; `told.rs`, `faults.rs` and `counts.rs` what a test says, turns and reads.
+//! `calls/` has the functions that a program calls; `card.rs` the thread that works in the background; `queue_pair.rs` the states of a
+//! queue pair, `requester.rs` and `responder.rs` its two halves; `wire.rs` sends packets from one pair to another; `memory.rs`,
+//! `completion.rs` and `events.rs` are used by all of these; a test describes the host (`told.rs`), turns knobs (`faults.rs`) and reads
+//! counters (`counts.rs`).
 
 mod calls;
 mod card;
@@ -23,7 +24,7 @@ mod signal;
 mod told;
 mod wire;
 
-/// Says what is wrong with the process that uses the library, where its tests see it.
+/// Prints a mistake of the process that uses the library to stderr, where tests look for it.
 pub(crate) fn complain(what: &str) {
     eprintln!("verbs for tests: {what}");
 }

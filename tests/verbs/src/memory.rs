@@ -1,4 +1,4 @@
-//! Memory that is registered, windows on it, and who may touch it.
+//! Registered memory, memory windows on it, and the checks of who may access it.
 
 use std::collections::HashMap;
 use std::ffi::{c_int, c_uint, c_void};
@@ -9,11 +9,11 @@ use crate::codes::{LOCAL_WRITE, MW_BIND, RELAXED_ORDERING, REMOTE_ATOMIC, REMOTE
 use crate::counts::Report;
 use crate::wire::Piece;
 
-/// An access that the keys do not allow.
+/// The error of an access that the keys do not allow.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Refused;
 
-/// A stretch of memory and what may be done to it.
+/// A stretch of memory, and the accesses that are allowed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Stretch {
     at: u64,
@@ -36,7 +36,7 @@ struct Region {
     stretch: Stretch,
     lkey: u32,
     rkey: u32,
-    /// Windows that are bound to it.
+    /// How many windows are bound to the region.
     windows: u32,
 }
 
@@ -49,25 +49,25 @@ struct Bound {
     rkey: u32,
     region: u32,
     stretch: Stretch,
-    /// The queue pair that bound it: no other reaches it.
+    /// The number of the queue pair that bound the window. Only through this pair can a peer use the window.
     pair: u32,
 }
 
-/// What a request asks to be bound.
+/// What a request that binds a window asks for.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Binding {
-    /// The key that the window has from its making on.
+    /// The key that the window was made with.
     pub(crate) window: u32,
-    /// The one that it is to have.
+    /// The key that the window is to have while it is bound.
     pub(crate) rkey: u32,
-    /// That of the region.
+    /// The local key of the region.
     pub(crate) lkey: u32,
     pub(crate) at: u64,
     pub(crate) bytes: u64,
     pub(crate) access: c_uint,
 }
 
-/// All that a process has registered. A key is the number of an entry, which is never given again, and eight bits besides.
+/// All regions and windows of a process. A key is the number of an entry and eight bits more; numbers are reused only after 2^24 others.
 pub(crate) struct Memory {
     regions: HashMap<u32, Region>,
     windows: HashMap<u32, Window>,
@@ -81,11 +81,11 @@ impl Default for Memory {
 }
 
 fn page() -> u64 {
-    // SAFETY: asks for a number.
+    // SAFETY: the call takes no pointers; it returns a number.
     u64::try_from(unsafe { libc::sysconf(libc::_SC_PAGESIZE) }).unwrap_or(4096)
 }
 
-/// The first page that these bytes touch, and how many bytes the pages have.
+/// The start of the first page that these bytes touch, and the length of all pages that they touch.
 fn pages(at: u64, bytes: u64) -> (u64, u64) {
     let page = page();
     let (first, end) = (at & !(page - 1), (at + bytes).next_multiple_of(page));
@@ -96,7 +96,7 @@ fn pages(at: u64, bytes: u64) -> (u64, u64) {
 fn is_mapped(at: u64, bytes: u64) -> bool {
     let (first, bytes) = pages(at, bytes);
     let mut states = vec![0u8; (bytes / page()) as usize];
-    // SAFETY: asks about addresses, whatever is there; room for the answers.
+    // SAFETY: `mincore` accesses none of the pages, whatever is mapped there, and `states` has room for a byte for each page.
     unsafe { libc::mincore(first as usize as *mut c_void, bytes as usize, states.as_mut_ptr()) == 0 }
 }
 
@@ -110,8 +110,8 @@ impl Memory {
         self.regions.len()
     }
 
-    /// Registers memory: its key here, and its key for others, which is another so that nobody takes one for the other. It is 0 where others may
-    /// do nothing.
+    /// Registers memory. Returns its local and its remote key, which differ so that a test notices if one is used for the other. The remote key is 0
+    /// if peers have no access.
     pub(crate) fn register(
         &mut self,
         domain: usize,
@@ -144,7 +144,7 @@ impl Memory {
         Ok((lkey, rkey))
     }
 
-    /// Ends a registration. From here on the keys are good for nothing.
+    /// Ends a registration. From here on its keys are refused.
     pub(crate) fn deregister(&mut self, lkey: u32, report: &mut Report) -> Result<(), c_int> {
         let number = lkey >> 8;
         match self.regions.get(&number) {
@@ -160,7 +160,7 @@ impl Memory {
         Ok(())
     }
 
-    /// Makes a window, which opens nothing: the key that it has until it is bound.
+    /// Makes a window, which gives no access until it is bound. Returns its first key.
     pub(crate) fn make_window(&mut self, domain: usize, report: &mut Report) -> u32 {
         let number = self.number();
         self.windows.insert(number, Window { domain, bound: None });
@@ -168,7 +168,7 @@ impl Memory {
         number << 8
     }
 
-    /// Takes a window away. Where it was bound, that ends.
+    /// Removes a window. If it is bound, the binding ends.
     pub(crate) fn drop_window(&mut self, key: u32, report: &mut Report) -> Result<(), c_int> {
         let window = self.windows.remove(&(key >> 8)).ok_or(libc::EINVAL)?;
         self.release(window.bound);
@@ -182,7 +182,7 @@ impl Memory {
         }
     }
 
-    /// Binds a window, for one queue pair.
+    /// Binds a window, for accesses through one queue pair.
     pub(crate) fn bind(&mut self, domain: usize, pair: u32, wanted: Binding) -> Result<(), Refused> {
         let Binding { window, rkey, lkey, at, bytes, access } = wanted;
         let number = lkey >> 8;
@@ -199,7 +199,7 @@ impl Memory {
         Ok(())
     }
 
-    /// Ends what a window's key has opened.
+    /// Ends the binding of the window that has this key.
     pub(crate) fn invalidate(&mut self, rkey: u32, pair: u32) -> Result<(), Refused> {
         let window = self.windows.get_mut(&(rkey >> 8)).ok_or(Refused)?;
         let bound = window.bound.take_if(|bound| bound.rkey == rkey && bound.pair == pair);
@@ -212,7 +212,7 @@ impl Memory {
         }
     }
 
-    /// Windows that a queue pair has bound are closed when it ends.
+    /// Ends the bindings of all windows that this queue pair has bound.
     pub(crate) fn forget_pair(&mut self, pair: u32) {
         let mut released = Vec::new();
         for window in self.windows.values_mut() {
@@ -226,7 +226,7 @@ impl Memory {
             || self.windows.values().any(|window| window.domain == domain)
     }
 
-    /// Whether a request of this process's may read this memory of its own, or write it.
+    /// Checks whether a request of this process may access (`access`) its own memory with this local key.
     pub(crate) fn own(
         &self,
         domain: usize,
@@ -244,7 +244,7 @@ impl Memory {
         Ok(Piece { at: piece.addr, bytes: piece.length })
     }
 
-    /// Whether a peer may read this memory, or write it, through a queue pair.
+    /// Checks whether a peer may access this process's memory with this remote key, through a queue pair.
     pub(crate) fn remote(
         &self,
         (domain, pair): (usize, u32),
@@ -273,7 +273,7 @@ impl Memory {
     }
 }
 
-/// Of the pieces of a message those, or parts of those, that hold these bytes of it.
+/// The pieces, or parts of pieces, that hold `bytes` bytes of a message from `offset` on.
 pub(crate) fn part(pieces: &[IbvSge], offset: u32, bytes: u32) -> Vec<IbvSge> {
     let (mut skip, mut left, mut parts) = (offset, bytes, Vec::new());
     for piece in pieces {
@@ -287,7 +287,7 @@ pub(crate) fn part(pieces: &[IbvSge], offset: u32, bytes: u32) -> Vec<IbvSge> {
     parts
 }
 
-/// How many bytes they have together; `None` where that is no number of 32 bits.
+/// The sum of the pieces' lengths; `None` if it does not fit 32 bits.
 pub(crate) fn total(pieces: &[IbvSge]) -> Option<u32> {
     pieces.iter().try_fold(0u32, |sum, piece| sum.checked_add(piece.length))
 }

@@ -1,4 +1,4 @@
-//! A reliable queue pair: what it is made of, its states, and how it ends.
+//! A reliable queue pair: its parts, its states, and how it fails.
 
 use std::collections::VecDeque;
 use std::ffi::{c_int, c_uint};
@@ -13,7 +13,7 @@ use crate::shared::Shared;
 use crate::told::{self, entry};
 use crate::wire::{Header, NUMBERS, Route, Socket};
 
-/// What an error leaves where the manual says that nothing is: who looks is to see that it is nothing.
+/// Fills the fields of a failed completion that the manual leaves undefined, so that a program that reads them gets a useless value.
 const NOTHING: c_uint = 0xbad;
 
 /// A request to send, as it was posted.
@@ -22,18 +22,18 @@ pub(crate) struct Request {
     pub(crate) opcode: c_uint,
     pub(crate) flags: c_uint,
     pub(crate) pieces: Vec<IbvSge>,
-    /// Data that was taken when it was posted.
+    /// The data of an inline request, copied when the request was posted.
     pub(crate) inline: Option<Vec<u8>>,
     pub(crate) bytes: u32,
     pub(crate) at: u64,
     pub(crate) rkey: u32,
     pub(crate) imm: u32,
     pub(crate) binding: Option<Binding>,
-    /// It stays for ever: a test has asked for that.
+    /// The request is held back, because a test has asked for that.
     pub(crate) is_stalled: bool,
-    /// The number of its first packet, from when it is begun.
+    /// The number of the request's first packet, once the request has begun.
     pub(crate) first: Option<u32>,
-    /// Of a READ: the bytes that have come.
+    /// For a READ: how many bytes have arrived.
     pub(crate) got: u32,
     pub(crate) end: End,
 }
@@ -46,27 +46,27 @@ pub(crate) enum End {
     Failed(c_uint),
 }
 
-/// The half that sends. The queue has what has not completed.
+/// The half that sends. `queue` has the requests that have not completed.
 #[derive(Default)]
 pub(crate) struct Sending {
     pub(crate) queue: VecDeque<Request>,
-    /// Requests that take room, until a completion of theirs, or of a later one, is polled.
+    /// How many requests take room. Their room is free once their completion, or that of a later request, is polled.
     pub(crate) used: u32,
-    /// Of these, those that are over without a completion of their own.
+    /// How many of these have ended without a completion of their own.
     pub(crate) silent: u32,
-    /// Which request is sent next, and which of its packets.
+    /// The index of the request that is sent next, and (`packet`) which of its packets.
     pub(crate) cursor: usize,
     pub(crate) packet: u32,
-    /// The number of the next packet that has none, and of the first that is not acknowledged.
+    /// The number for the next new packet, and (`acked`) that of the first packet that is not acknowledged.
     pub(crate) next: u32,
     pub(crate) acked: u32,
     pub(crate) retries: u8,
     pub(crate) rnr_retries: u8,
     /// A packet is known to be lost.
     pub(crate) has_lost: bool,
-    /// When it is looked whether the peer is still there.
+    /// When the time-out is over, at which the pair looks whether the peer is still there.
     pub(crate) look: Option<Instant>,
-    /// The peer had no receive: nothing is sent before.
+    /// The peer had no receive: nothing is sent before this time.
     pub(crate) pause: Option<Instant>,
 }
 
@@ -75,25 +75,25 @@ pub(crate) struct Receive {
     pub(crate) pieces: Vec<IbvSge>,
 }
 
-/// A message whose first packets have come.
+/// A message of which some packets have arrived, and not the last.
 pub(crate) struct Message {
     pub(crate) receive: Option<Receive>,
     pub(crate) at: u64,
     pub(crate) rkey: u32,
 }
 
-/// A READ of the peer's that is being answered.
+/// A READ of the peer that is being answered.
 pub(crate) struct Answer {
     pub(crate) psn: u32,
     pub(crate) at: u64,
     pub(crate) rkey: u32,
     pub(crate) total: u32,
     pub(crate) sent: u32,
-    /// It is answered from then on.
+    /// The answer is not sent before this time.
     pub(crate) from: Option<Instant>,
 }
 
-/// How a pair that has found a peer's request at fault ends, once it has answered what came before: what the peer is told, and the event here.
+/// A pair that has refused a peer's request fails once it has answered what came before it: with this packet to the peer, and this event here.
 pub(crate) struct Dying {
     pub(crate) nak: Header,
     pub(crate) event: c_uint,
@@ -103,22 +103,22 @@ pub(crate) struct Dying {
 #[derive(Default)]
 pub(crate) struct Receiving {
     pub(crate) queue: VecDeque<Receive>,
-    /// Receives that take room, until their completion is polled.
+    /// How many receives take room. Their room is free once their completion is polled.
     pub(crate) used: u32,
     pub(crate) expected: u32,
     pub(crate) message: Option<Message>,
     pub(crate) answers: VecDeque<Answer>,
     pub(crate) owes_ack: bool,
-    /// What else the peer is told, once there is room.
+    /// Other packets that the peer must get, once there is room.
     pub(crate) owed: VecDeque<Header>,
-    /// The peer was told that a packet is missing.
+    /// The peer was already told that a packet is missing.
     pub(crate) has_complained: bool,
     pub(crate) has_heard: bool,
     pub(crate) dying: Option<Dying>,
 }
 
 pub(crate) struct QueuePair {
-    /// Where the program has its part of it.
+    /// The address of the `IbvQp` that the program has.
     pub(crate) key: usize,
     pub(crate) context: usize,
     pub(crate) domain: usize,
@@ -128,19 +128,19 @@ pub(crate) struct QueuePair {
     pub(crate) signals_all: bool,
     pub(crate) socket: Socket,
     pub(crate) state: c_uint,
-    /// What it was last set to.
+    /// The attributes that were set last.
     pub(crate) set: IbvQpAttr,
     pub(crate) route: Route,
-    /// The most bytes of a message, by its port.
+    /// The most bytes of a message that the pair's port allows.
     pub(crate) most: u32,
     pub(crate) seven_is_for_ever: bool,
     pub(crate) sending: Sending,
     pub(crate) receiving: Receiving,
-    /// There was no room for a packet: it is tried again then, or when the socket says so.
+    /// There was no room for a packet: sending is tried again at this time, or when the socket has room.
     pub(crate) blocked: Option<Instant>,
 }
 
-/// The attributes that a change of state needs, and those that it may have besides; `None`: there is no such change. (IBTA 1.4, 11.2.5.2, and the
+/// The attributes that a change of state requires, and those that it also allows; `None`: there is no such change. (IBTA 1.4, 11.2.5.2, and the
 /// kernel's `ib_modify_qp_is_ok`.)
 fn masks(from: c_uint, to: c_uint) -> Option<(c_int, c_int)> {
     let path = M_ACCESS | M_ALT_PATH;
@@ -165,7 +165,7 @@ impl QueuePair {
         self.socket.number()
     }
 
-    /// Changes its state and what it is set to, or nothing.
+    /// Changes the pair's state and attributes; changes nothing if one of them is invalid.
     pub(crate) fn modify(&mut self, to: &IbvQpAttr, mask: c_int, shared: &mut Shared) -> Result<(), c_int> {
         let state = if mask & M_STATE == 0 { self.state } else { to.qp_state };
         let (needed, allowed) = masks(self.state, state).ok_or(libc::EINVAL)?;
@@ -197,7 +197,7 @@ impl QueuePair {
         Ok(())
     }
 
-    /// What it would be set to, if every value is one that the device takes.
+    /// The pair's attributes after this change; an error if the device does not accept one of the values.
     fn changed(&self, to: &IbvQpAttr, given: c_int, shared: &Shared) -> Result<IbvQpAttr, c_int> {
         let mut set = self.set;
         let device = shared.device(self.context).ok_or(libc::EINVAL)?;
@@ -233,7 +233,7 @@ impl QueuePair {
         let fits = (1..=largest).contains(&to.path_mtu);
         take(M_PATH_MTU, &mut |set| set.path_mtu = to.path_mtu, fits)?;
         let way = &to.ah_attr;
-        // Ethernet has no routes but global ones; the port is the pair's own.
+        // The route must use the pair's own port, and on Ethernet it must be global.
         let is_way = way.port_num == self.set.port_num
             && (way.is_global != 0 || own.is_some_and(|port| port.layer == 1))
             && (way.is_global == 0 || self.gid(way.grh.sgid_index, shared).is_some());
@@ -241,7 +241,7 @@ impl QueuePair {
         Ok(set)
     }
 
-    /// An address of the pair's port.
+    /// The address of the pair's port with this index.
     fn gid(&self, index: u8, shared: &Shared) -> Option<IbvGidEntry> {
         let port = shared.port(self.context, self.set.port_num)?;
         let told = port.gids.iter().find(|gid| gid.index == u32::from(index))?;
@@ -253,7 +253,7 @@ impl QueuePair {
         self.most = port.max_message;
         let way = &set.ah_attr;
         if way.is_global == 0 {
-            // Within an InfiniBand network addresses may be left out: then the numbers of the pairs alone tell the way.
+            // Within an InfiniBand subnet a route needs no global addresses; here the numbers of the pairs are enough then.
             return Some(Route { rail: port.rail, ..Route::default() });
         }
         let from = self.gid(way.grh.sgid_index, shared)?;
@@ -261,7 +261,7 @@ impl QueuePair {
         Some(Route { from: from.gid.raw, to, kind, rail: port.rail })
     }
 
-    /// As if it had just been made. Its completions are gone, too.
+    /// Makes the pair as if it had just been created. Its completions are dropped too.
     fn reset(&mut self, shared: &mut Shared) {
         shared.completions.forget_pair(self.number());
         shared.memory.forget_pair(self.number());
@@ -270,7 +270,7 @@ impl QueuePair {
         (self.set, self.blocked) = (IbvQpAttr::default(), None);
     }
 
-    /// Ends it by an error: all that is posted completes as flushed. Where the device itself has found the error, it tells of it.
+    /// Puts the pair into the error state: all posted requests complete as flushed. `event` is reported if the device itself found the error.
     pub(crate) fn fail(&mut self, event: Option<c_uint>, shared: &mut Shared) {
         if self.state == IN_ERROR {
             return;
@@ -289,7 +289,7 @@ impl QueuePair {
         self.flush(shared);
     }
 
-    /// Gives back what is posted to a pair that is in error.
+    /// Completes what is posted to a pair in the error state as flushed, up to the first stalled request.
     pub(crate) fn flush(&mut self, shared: &mut Shared) {
         self.report_done(shared);
         while self.sending.queue.front().is_some_and(|request| !request.is_stalled) {
@@ -305,7 +305,7 @@ impl QueuePair {
         }
     }
 
-    /// What was held up is not any more.
+    /// Goes on with requests that were stalled.
     pub(crate) fn go_on(&mut self, shared: &mut Shared) {
         match self.state {
             IN_ERROR => self.flush(shared),
@@ -320,7 +320,7 @@ impl QueuePair {
         shared.complete(self.recv_cq, Entry { wc, pair, is_receive, slots: 1, is_solicited });
     }
 
-    /// Completes a request to send, with word of it where it was asked for or has failed.
+    /// Ends a request to send, with a completion if one was asked for or the request has failed.
     fn tell(&mut self, request: &Request, status: c_uint, shared: &mut Shared) {
         let is_told = self.signals_all || request.flags & SIGNALED != 0 || status != SUCCESS;
         self.sending.silent += 1;
@@ -341,7 +341,7 @@ impl QueuePair {
         shared.complete(self.send_cq, entry);
     }
 
-    /// Takes what is over from the front of the queue.
+    /// Removes successful requests from the front of the queue, and completes them.
     fn report_done(&mut self, shared: &mut Shared) {
         while self.sending.queue.front().is_some_and(|request| request.end == End::Done) {
             let Some(request) = self.sending.queue.pop_front() else { break };
@@ -350,7 +350,7 @@ impl QueuePair {
         }
     }
 
-    /// Completes what is over, in the order in which it was posted. A request that has failed ends the pair.
+    /// Completes requests that have ended, in the order in which they were posted. The first that has failed puts the pair into the error state.
     pub(crate) fn complete(&mut self, shared: &mut Shared) {
         self.report_done(shared);
         if let Some(End::Failed(status)) = self.sending.queue.front().map(|request| request.end) {

@@ -1,4 +1,4 @@
-//! The half of a queue pair that sends: packets in the order of the requests, and what the peer answers to them.
+//! The half of a queue pair that sends: it sends the packets of the requests in order, and handles the peer's answers.
 
 use std::time::{Duration, Instant};
 
@@ -8,7 +8,7 @@ use crate::queue_pair::{End, QueuePair, Request};
 use crate::shared::Shared;
 use crate::wire::*;
 
-/// How long a pair that found no room waits before it tries again, where its socket does not say so before.
+/// How long a pair that found no room for a packet waits before it tries again, unless its socket reports room earlier.
 const AGAIN: Duration = Duration::from_millis(1);
 
 /// The times that `min_rnr_timer` stands for, in units of ten microseconds (IBTA 1.4, table 45).
@@ -17,7 +17,7 @@ const RNR_TIMES: [u32; 32] = [
     3072, 4096, 6144, 8192, 12288, 16384, 24576, 32768, 49152,
 ];
 
-/// How many packets a request has.
+/// How many packet numbers a request uses.
 fn packets(request: &Request) -> u32 {
     match request.opcode {
         LOCAL_INV | BIND_MW => 0,
@@ -63,7 +63,7 @@ impl QueuePair {
                 (sending.cursor, sending.packet) = (sending.cursor + 1, 0);
                 return Step::Again;
             }
-            // Those before it come to their end first.
+            // The requests before it must complete first.
             End::Failed(_) => return Step::Stop,
             End::NotYet if request.is_stalled => return Step::Stop,
             End::NotYet => {}
@@ -97,7 +97,7 @@ impl QueuePair {
         self.send_packet(shared)
     }
 
-    /// A request that no peer has to do with.
+    /// Carries out a request that involves no peer: one that binds or invalidates a window.
     fn here(&mut self, shared: &mut Shared) -> Step {
         let (domain, pair) = (self.domain, self.number());
         let Some(request) = self.sending.queue.get_mut(self.sending.cursor) else { return Step::Stop };
@@ -183,14 +183,14 @@ impl QueuePair {
         Step::Again
     }
 
-    /// What every packet of this pair's begins with.
+    /// The header that all packets of this pair start from.
     pub(crate) fn header(&self) -> Header {
         Header { route: self.route, dest: self.set.dest_qp_num, ..Header::default() }
     }
 
-    /// Sends a packet, unless it is to be lost.
+    /// Sends a packet, unless it is drawn to be lost or the port is not active.
     pub(crate) fn transmit(&mut self, header: Header, data: &[Piece], shared: &mut Shared) -> Sent {
-        // What says that something is missing always arrives: nobody would repeat it.
+        // Packets that report a loss or a refusal are never drawn to be lost, as nobody would send them again.
         let can_be_lost = matches!(header.kind, REQUEST | READ_RESPONSE | ACK);
         if can_be_lost && shared.draws.loses() || !shared.is_active(self.context, self.set.port_num) {
             return Sent::Gone;
@@ -204,9 +204,9 @@ impl QueuePair {
         sent
     }
 
-    /// Looks, when the time-out is over, whether what is on its way has been answered.
+    /// Sets the time-out at which `look` checks whether the packets in flight were answered.
     fn look_later(&mut self, shared: &mut Shared) {
-        // Nought stands for no time-out at all.
+        // A `timeout` of 0 means that there is none.
         self.sending.look = (self.set.timeout > 0).then(|| {
             let at = Instant::now() + Duration::from_nanos(4096 << self.set.timeout);
             shared.timer.wake_at(at);
@@ -214,7 +214,8 @@ impl QueuePair {
         });
     }
 
-    /// The time-out is over. A peer that is alive has got what was sent, however slow it is; what is lost is sent again.
+    /// The time-out is over. If no packet is known to be lost and the peer still exists, it will answer, however slow it is, so the pair only
+    /// waits on. Otherwise a retry is used up, and the packets are sent again; without retries left, the request fails.
     pub(crate) fn look(&mut self, shared: &mut Shared) {
         self.sending.look = None;
         if !self.sending.queue.iter().any(is_open) {
@@ -245,7 +246,7 @@ impl QueuePair {
         }
     }
 
-    /// Begins again from the first packet that has not been answered.
+    /// Goes back to the first packet that was not answered, to send again from there.
     fn go_back(&mut self, shared: &mut Shared) {
         shared.report.retransmissions += 1;
         let acked = self.sending.acked;
@@ -260,7 +261,7 @@ impl QueuePair {
         (sending.cursor, sending.packet) = (at, if request.opcode == READ { 0 } else { answered });
     }
 
-    /// All packets before this one have come.
+    /// The peer has received all packets before number `before`.
     fn acknowledged(&mut self, before: u32, shared: &mut Shared) {
         let sending = &mut self.sending;
         let ahead = behind(before, sending.acked);
@@ -278,7 +279,7 @@ impl QueuePair {
         self.progressed(shared);
     }
 
-    /// Something has been answered: what is still on its way has all its time again.
+    /// The peer has answered something, so retries and the time-out start anew for what is still in flight.
     fn progressed(&mut self, shared: &mut Shared) {
         self.sending.retries = self.set.retry_cnt;
         self.complete(shared);
@@ -288,7 +289,7 @@ impl QueuePair {
         }
     }
 
-    /// Takes what the peer has answered. Of READs the data is taken by [`came`](QueuePair::came).
+    /// Handles an answer of the peer. The data of READs is handled by [`came`](QueuePair::came).
     pub(crate) fn answered(&mut self, header: &Header, shared: &mut Shared) {
         if self.state != READY_TO_SEND {
             return;
@@ -329,7 +330,7 @@ impl QueuePair {
     }
 
     fn no_receive(&mut self, header: &Header, shared: &mut Shared) {
-        // One that was told of already, or has come since.
+        // The pair pauses already, or the packet was acknowledged since.
         if self.state != READY_TO_SEND || self.sending.pause.is_some() || header.psn != self.sending.acked {
             return;
         }
@@ -349,7 +350,7 @@ impl QueuePair {
         shared.timer.wake_at(pause);
     }
 
-    /// Where the data of a READ's answer belongs; `None`: it is not waited for (any more).
+    /// Where the data of a READ's answer belongs; `None`: no READ waits for it (any more).
     pub(crate) fn wanted(
         &mut self,
         header: &Header,
@@ -370,7 +371,7 @@ impl QueuePair {
         Some(pieces.iter().map(|piece| memory.own(domain, piece, LOCAL_WRITE, report)).collect())
     }
 
-    /// The data of a READ's answer has been put to its place, or cannot be.
+    /// The data of a READ's answer was stored (`is_placed`), or cannot be.
     pub(crate) fn came(&mut self, header: &Header, is_placed: bool, shared: &mut Shared) {
         let mut requests = self.sending.queue.iter_mut();
         let is_meant = |request: &&mut Request| request.opcode == READ && request.first == Some(header.psn);

@@ -1,4 +1,4 @@
-//! The half of a queue pair that receives: a peer's requests, in the order of their packets, and the answers to them.
+//! The half of a queue pair that receives: it carries out a peer's requests in the order of their packets, and answers them.
 
 use std::time::Instant;
 
@@ -10,7 +10,7 @@ use crate::queue_pair::{Answer, Dying, Message, QueuePair};
 use crate::shared::Shared;
 use crate::wire::*;
 
-/// Why a request is refused: how the requester's completion ends, and the event here.
+/// How a request is refused: the status of the requester's completion, and the asynchronous event here.
 struct Fault {
     status: u32,
     event: u32,
@@ -20,7 +20,7 @@ const INVALID: Fault = Fault { status: REM_INV_REQ_ERR, event: QP_REQ_ERR };
 const FORBIDDEN: Fault = Fault { status: REM_ACCESS_ERR, event: QP_ACCESS_ERR };
 const FAILED: Fault = Fault { status: REM_OP_ERR, event: QP_FATAL };
 
-/// What becomes of a packet's data.
+/// Where a packet's data goes.
 enum Place {
     Here(Vec<Piece>),
     /// No receive is posted.
@@ -37,7 +37,7 @@ fn takes_receive(header: &Header) -> bool {
 }
 
 impl QueuePair {
-    /// Takes what has come, at most so many packets: whether more may have.
+    /// Receives at most `most` packets. Returns whether there may be more.
     pub(crate) fn take(&mut self, most: usize, shared: &mut Shared) -> bool {
         for _ in 0..most {
             let Some(header) = self.socket.peek() else { return false };
@@ -87,10 +87,10 @@ impl QueuePair {
         }
     }
 
-    /// Whether a packet is of the pair that this one is connected with, and came on the way that it was told of.
+    /// Whether this pair accepts a packet: it comes from the connected pair by the connected route, and the port is active.
     fn is_heard(&self, header: &Header, shared: &Shared) -> bool {
         let is_ready = matches!(self.state, READY_TO_RECEIVE | READY_TO_SEND);
-        // A DROPPED comes from a pair that need not know the way.
+        // A pair that sends DROPPED need not be connected, so it need not know the route.
         let is_route = header.route == self.route.back() || header.kind == DROPPED;
         is_ready
             && header.source == self.set.dest_qp_num
@@ -150,13 +150,13 @@ impl QueuePair {
         self.receiving.owed.push_back(header);
     }
 
-    /// Refuses a request: what came before is answered first.
+    /// Refuses a request. What came before it is still answered first.
     fn refuse(&mut self, psn: u32, fault: Fault) {
         let nak = Header { kind: NAK, psn, status: fault.status, ..self.header() };
         self.receiving.dying = Some(Dying { nak, event: fault.event });
     }
 
-    /// A packet that had come before. A READ is answered again; of anything else it is only said that it has come.
+    /// Handles a packet that was received before. A READ is answered again; anything else is only acknowledged again.
     fn repeated(&mut self, header: &Header, shared: &mut Shared) {
         if header.opcode != READ as u8 {
             self.receiving.owes_ack = true;
@@ -164,7 +164,7 @@ impl QueuePair {
         }
         let mut answers = self.receiving.answers.iter_mut();
         if let Some(answer) = answers.find(|answer| answer.psn == header.psn) {
-            // The requester has begun again, and waits for the first byte.
+            // The requester has started the READ again, and waits for its first byte.
             answer.sent = 0;
         } else if self.receiving.answers.len() < usize::from(self.set.max_dest_rd_atomic) {
             self.answer(header, shared);
@@ -187,13 +187,13 @@ impl QueuePair {
 
     fn answer(&mut self, header: &Header, shared: &mut Shared) {
         let Header { psn, at, rkey, total, .. } = *header;
-        // Until it is answered, requests that come behind it are carried out.
+        // Until the delay is over, requests that follow the READ are carried out before it is answered.
         let from = shared.draws.delay().map(|delay| Instant::now() + delay);
         from.into_iter().for_each(|at| shared.timer.wake_at(at));
         self.receiving.answers.push_back(Answer { psn, at, rkey, total, sent: 0, from });
     }
 
-    /// Where a packet's data belongs. Keys, bounds and permissions are looked at for each.
+    /// Where a packet's data belongs. Keys, bounds and permissions are checked for each packet.
     fn place(&mut self, header: &Header, shared: &mut Shared) -> Place {
         let (opcode, is_first) = (u32::from(header.opcode), header.flags & FIRST != 0);
         let is_write = matches!(opcode, WRITE | WRITE_WITH_IMM);
@@ -249,7 +249,7 @@ impl QueuePair {
         Place::Refused(fault)
     }
 
-    /// A message has come whole.
+    /// The last packet of a message has arrived: completes the receive that the message used, if any.
     fn finish(&mut self, header: &Header, shared: &mut Shared) {
         let Some(receive) = self.receiving.message.take().and_then(|message| message.receive) else { return };
         let opcode = u32::from(header.opcode);
@@ -288,7 +288,7 @@ impl QueuePair {
                 return;
             }
         }
-        // Answers that were lost are told of.
+        // Reports answers that were lost just now.
         if !self.send_owed(shared) {
             return;
         }
@@ -301,7 +301,7 @@ impl QueuePair {
         }
     }
 
-    /// Sends what else the peer is told: whether there was room.
+    /// Sends the packets in `owed`. Returns whether there was room for all.
     fn send_owed(&mut self, shared: &mut Shared) -> bool {
         while let Some(header) = self.receiving.owed.front().copied() {
             if self.transmit(header, &[], shared) == Sent::Full {
@@ -312,7 +312,7 @@ impl QueuePair {
         true
     }
 
-    /// Sends the next packet of the oldest READ's answer, or gives it up: whether there was room.
+    /// Sends the next packet of the oldest READ's answer, or gives the answer up. Returns whether there was room.
     fn answer_on(&mut self, shared: &mut Shared) -> bool {
         let Some(answer) = self.receiving.answers.front() else { return false };
         let (psn, offset, all) = (answer.psn, answer.sent, answer.total);
@@ -336,7 +336,7 @@ impl QueuePair {
                 self.refuse(psn, FAILED);
                 return true;
             }
-            // Lost: the peer asks again when its time is over.
+            // The packet is lost: the peer asks again after its time-out.
             Sent::Gone => {
                 self.owe(Header { kind: DROPPED, psn, ..self.header() });
                 self.receiving.answers.pop_front();

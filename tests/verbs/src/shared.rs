@@ -1,4 +1,4 @@
-//! What all queue pairs of a process have in common.
+//! What all queue pairs of a process share.
 
 use std::collections::HashMap;
 use std::ffi::{c_int, c_uint};
@@ -16,14 +16,14 @@ use crate::told::{self, host};
 
 /// An open device.
 pub(crate) struct Context {
-    /// Its place in what the test has said.
+    /// The device's index in the test's description of the host.
     pub(crate) device: usize,
     pub(crate) events: Events,
 }
 
 pub(crate) struct Shared {
     pub(crate) contexts: HashMap<usize, Context>,
-    /// Protection domains, with their contexts.
+    /// Protection domains and their contexts, both by address.
     pub(crate) domains: HashMap<usize, usize>,
     pub(crate) memory: Memory,
     pub(crate) completions: Completions,
@@ -48,17 +48,17 @@ impl Shared {
         })
     }
 
-    /// What the test has said of an open device.
+    /// The test's description of an open device.
     pub(crate) fn device(&self, context: usize) -> Option<&'static told::Device> {
         host().devices.get(self.contexts.get(&context)?.device)
     }
 
-    /// The same of a port of it.
+    /// The test's description of a port of an open device. Ports count from 1.
     pub(crate) fn port(&self, context: usize, number: u8) -> Option<&'static told::Port> {
         self.device(context)?.ports.get(usize::from(number).wrapping_sub(1))
     }
 
-    /// The state that a port is in now.
+    /// The current state of a port.
     pub(crate) fn port_state(&self, context: usize, number: u8) -> Option<c_uint> {
         let (device, told) = (self.contexts.get(&context)?.device, self.port(context, number)?);
         Some(self.ports.get(&(device, number)).copied().unwrap_or(told.state))
@@ -82,7 +82,7 @@ impl Shared {
     }
 }
 
-/// Wakes the thread of `card.rs` when something is due.
+/// Wakes the card's thread (`card.rs`) when something is due.
 pub(crate) struct Timer {
     fd: OwnedFd,
     armed: Option<Instant>,
@@ -91,12 +91,12 @@ pub(crate) struct Timer {
 impl Timer {
     fn new() -> Result<Timer, c_int> {
         let flags = libc::TFD_NONBLOCK | libc::TFD_CLOEXEC;
-        // SAFETY: makes a descriptor.
+        // SAFETY: the call takes no pointers; it makes a descriptor.
         let fd = unsafe { libc::timerfd_create(libc::CLOCK_MONOTONIC, flags) };
         if fd < 0 {
             return Err(io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO));
         }
-        // SAFETY: just made, and nobody else's.
+        // SAFETY: the descriptor was just made, and nobody else owns it.
         Ok(Timer { fd: unsafe { OwnedFd::from_raw_fd(fd) }, armed: None })
     }
 
@@ -104,26 +104,26 @@ impl Timer {
         self.fd.as_raw_fd()
     }
 
-    /// The thread wakes at this time, or earlier.
+    /// Makes the card's thread wake at this time or earlier.
     pub(crate) fn wake_at(&mut self, at: Instant) {
         if self.armed.is_some_and(|armed| armed <= at) {
             return;
         }
         self.armed = Some(at);
         let left = at.saturating_duration_since(Instant::now());
-        // Nothing at all would stop it.
+        // A time of zero would disarm the timer.
         let nanoseconds = i64::from(left.subsec_nanos()).max(1);
         let it_value = libc::timespec { tv_sec: left.as_secs() as libc::time_t, tv_nsec: nanoseconds };
         let never = libc::timespec { tv_sec: 0, tv_nsec: 0 };
         let setting = libc::itimerspec { it_interval: never, it_value };
-        // SAFETY: a timer, and a setting of it.
+        // SAFETY: the descriptor is a timer's, and the kernel reads the setting during the call.
         unsafe { libc::timerfd_settime(self.fd(), 0, &raw const setting, ptr::null_mut()) };
     }
 
-    /// It has woken the thread.
+    /// Called when the timer has woken the thread: the timer is no longer armed.
     pub(crate) fn fired(&mut self) {
         let mut count = 0u64;
-        // SAFETY: room for the number.
+        // SAFETY: there is room for the number of eight bytes.
         unsafe { libc::read(self.fd(), (&raw mut count).cast(), size_of::<u64>()) };
         self.armed = None;
     }

@@ -8,11 +8,11 @@ use serde::Deserialize;
 
 const VARIABLE: &str = "ALLSTREAM_TEST_VERBS";
 
-/// What there is. Every `fails` is the `errno` with which a call fails; 0: it does not.
+/// The host. Each field `fails`, here and below, is the `errno` with which the call that its comment names fails; 0: it does not.
 #[derive(Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub(crate) struct Host {
-    /// Asking for the list of devices.
+    /// `ibv_get_device_list`.
     pub(crate) fails: i32,
     pub(crate) devices: Vec<Device>,
 }
@@ -21,31 +21,31 @@ pub(crate) struct Host {
 #[serde(deny_unknown_fields, default)]
 pub(crate) struct Device {
     pub(crate) name: String,
-    /// As the header counts them: 0 is InfiniBand and RoCE, 1 is iWARP.
+    /// As in the C header: 0 is InfiniBand and RoCE, 1 is iWARP.
     pub(crate) transport: i32,
-    /// Opening it.
+    /// `ibv_open_device`; the two fields below are for `ibv_query_device` and for the query of the table of addresses.
     pub(crate) fails: i32,
     pub(crate) attributes_fail: i32,
     pub(crate) gids_fail: i32,
     pub(crate) ports: Vec<Port>,
-    /// Queue pairs, completion queues and registered regions that a process can have.
+    /// How many queue pairs, completion queues and registered regions a process can have.
     pub(crate) max_qp: u32,
     pub(crate) max_cq: u32,
     pub(crate) max_mr: u32,
-    /// Requests that a queue holds, pieces that one has, and bytes that it carries inline.
+    /// How many requests a queue holds, how many pieces a request has, and how many bytes it carries inline, at most.
     pub(crate) max_qp_wr: u32,
     pub(crate) max_sge: u32,
     pub(crate) max_inline: u32,
-    /// Completions that a queue holds.
+    /// How many completions a queue holds at most.
     pub(crate) max_cqe: u32,
-    /// READs of a queue pair that are answered, and that are asked, at the same time.
+    /// How many READs a queue pair answers at the same time, and (`max_init_rd_atomic`) how many it sends.
     pub(crate) max_rd_atomic: u8,
     pub(crate) max_init_rd_atomic: u8,
-    /// Whether it has windows of type 2B.
+    /// Whether the device has memory windows of type 2B.
     pub(crate) windows: bool,
-    /// Bytes that a process may pin; 0: any number.
+    /// How many bytes a process may pin; 0: any number.
     pub(crate) max_pinned: u64,
-    /// Whether seven retries are retries without end, as on Soft-RoCE.
+    /// Whether a retry count of 7 means that retries never end, as on Soft-RoCE.
     pub(crate) seven_is_for_ever: bool,
 }
 
@@ -77,17 +77,17 @@ impl Default for Device {
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub(crate) struct Port {
-    /// Asking it.
+    /// `ibv_query_port`.
     pub(crate) fails: i32,
-    /// As the header counts them: 1 is down, 4 is active.
+    /// As in the C header: 1 is down, 4 is active.
     pub(crate) state: u32,
     /// 1 is InfiniBand, 2 is Ethernet.
     pub(crate) layer: u8,
-    /// In bytes; what is no MTU is told as the number 0.
+    /// In bytes. If this is no valid MTU, programs get the code 0.
     pub(crate) mtu: u32,
     pub(crate) max_mtu: u32,
     pub(crate) max_message: u32,
-    /// The network that it is on: ports reach each other where this is the same number.
+    /// The network of the port: ports with the same number reach each other.
     pub(crate) rail: u32,
     pub(crate) gids: Vec<Gid>,
 }
@@ -107,7 +107,7 @@ pub(crate) struct Gid {
     #[serde(default)]
     pub(crate) kind: Kind,
     pub(crate) address: IpAddr,
-    /// The number of its interface.
+    /// The index of the address's network interface.
     #[serde(default)]
     pub(crate) interface: u32,
 }
@@ -121,7 +121,7 @@ pub(crate) enum Kind {
     RoceV2,
 }
 
-/// The host of this process. It stays what it was when it was first asked for.
+/// The host of this process. The variable is read only once.
 pub(crate) fn host() -> &'static Host {
     static HOST: OnceLock<Host> = OnceLock::new();
     HOST.get_or_init(|| match std::env::var(VARIABLE) {
@@ -133,12 +133,12 @@ pub(crate) fn host() -> &'static Host {
     })
 }
 
-/// An MTU as the header counts them.
+/// The code of an MTU in the C header; 0: there is no such MTU.
 pub(crate) fn mtu(bytes: u32) -> u32 {
     (1..=5).find(|code| 128 << code == bytes).unwrap_or(0)
 }
 
-/// An entry of the table of addresses.
+/// The entry of a port's table of addresses.
 pub(crate) fn entry(port: u32, told: &Gid) -> IbvGidEntry {
     let address = match told.address {
         IpAddr::V4(v4) => v4.to_ipv6_mapped(),

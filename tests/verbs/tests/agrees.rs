@@ -1,10 +1,10 @@
-//! What the library for tests has in common with a real one on a real kernel: `cargo xtask rdma` runs this program on Soft-RoCE, too.
+//! Tests that must hold for the library for tests and for the real one alike: `cargo xtask rdma` runs this program on Soft-RoCE too.
 
 mod support;
 
 use support::*;
 
-/// Messages there and back by WRITE WITH IMMEDIATE, each of which takes a receive; then a READ of what the peer has.
+/// The first side of a ping-pong with WRITE WITH IMMEDIATE: in each round it posts a receive, sends a message, and awaits the completions of both.
 fn first(end: &End, rounds: u64) {
     for round in 0..rounds {
         assert_eq!(end.receive(round, &mut []), 0);
@@ -27,11 +27,11 @@ fn second(end: &End, rounds: u64) {
             }
             sent += 1;
         }
-        // The receive for the next message is there before the peer hears of this one.
+        // The receive for the next message is posted before this message is answered.
         assert_eq!(end.receive(round, &mut []), 0);
         assert_eq!(end.put(WRITE_WITH_IMM, round + 1, (0, 4096), 8192), 0);
     }
-    // The peer has its last message when that is told of here.
+    // When the last send has completed here, the peer has received it.
     while sent < rounds {
         assert_ne!(end.good().opcode, RECEIVED_WITH_IMM);
         sent += 1;
@@ -55,7 +55,7 @@ fn messages_go_there_and_back_between_threads() {
         first(&a, ROUNDS);
         let (b, came) = other.join().unwrap();
         assert!(came);
-        // Each half ends by itself: nothing of the other is needed any more.
+        // Each side has ended, so nothing is in flight between them.
         drop((a, b));
     });
 }
@@ -95,7 +95,7 @@ fn a_peer_that_is_killed_ends_the_retries_and_all_that_is_posted_comes_back() {
             tell(&end.address().line());
             end.connect(&Address::of_line(&hear()));
             tell("connected");
-            // It is killed while it waits.
+            // The first process kills this one while it waits here.
             hear();
             return;
         }

@@ -1,4 +1,4 @@
-//! What hardware refuses, counts and promises, and the library with it.
+//! What hardware refuses, limits and promises: the library for tests must do the same.
 
 mod support;
 
@@ -25,7 +25,7 @@ fn a_state_is_reached_with_its_own_attributes_alone() {
         refused(a.initial(), TO_INIT | 1 << 9);
         refused(IbvQpAttr { port_num: 2, ..a.initial() }, TO_INIT);
         a.modify(a.initial(), TO_INIT).unwrap();
-        // Receives may be posted now, and nothing may be sent.
+        // In this state receives may be posted, but nothing may be sent.
         assert_eq!(a.receive(1, &mut []), 0);
         assert_eq!(a.put(SEND, 1, (0, 8), 0), libc::EINVAL);
         refused(a.sending(), TO_SEND);
@@ -48,7 +48,7 @@ fn a_state_is_reached_with_its_own_attributes_alone() {
         a.modify(a.sending(), TO_SEND).unwrap();
         a.to_error();
         assert_eq!(a.wait().status, FLUSHED);
-        // What is posted to a pair in error comes back at once.
+        // Requests that are posted to a pair in the error state come back at once.
         assert_eq!((a.put(SEND, 5, (0, 8), 0), a.receive(6, &mut [])), (0, 0));
         let mut ids = [a.wait(), a.wait()].map(|wc| (wc.wr_id, wc.status));
         ids.sort_unstable();
@@ -59,7 +59,7 @@ fn a_state_is_reached_with_its_own_attributes_alone() {
     });
 }
 
-/// Posts a request that the peer's memory does not allow: the requester hears of it, and both queue pairs are in error.
+/// Checks that `b` has refused a request that `a` posted: `a` gets `status`, `b` gets `event`, and a receive of `b` is flushed.
 fn is_refused_by_the_peer(a: &End, b: &End, status: u32, event: u32) {
     assert_eq!(b.receive(77, &mut []), 0);
     let wc = a.wait();
@@ -67,7 +67,7 @@ fn is_refused_by_the_peer(a: &End, b: &End, status: u32, event: u32) {
     let flushed = b.wait();
     assert_eq!((flushed.wr_id, flushed.status), (77, FLUSHED));
     let mut events = vec![b.event()];
-    // That the first message has come is told of, too.
+    // Event 4 (COMM_EST) reports the first message of a connection, and may come before.
     while events.last().unwrap().0 == 4 {
         events.push(b.event());
     }
@@ -86,7 +86,7 @@ fn memory_is_reached_by_a_key_within_its_bounds_as_far_as_it_allows() {
             ("no", WRITE, 5),
         ];
         for (at, (what, opcode, access)) in cases.into_iter().enumerate() {
-            // The queue pair allows both, so that it is the region that refuses.
+            // The queue pair allows reads and writes, so it is the region that refuses.
             let wishes = Wishes { access, ..Wishes::default() };
             let (mut a, mut b) = (End::new(Wishes::default()), End::new(wishes));
             b.wishes.access = ALL;
@@ -122,13 +122,13 @@ fn a_requester_s_own_keys_are_looked_at_too() {
             a.register_again();
             let request = a.request(opcode, 0, 0);
             assert_eq!(a.post(request, 3, &mut old), 0);
-            // It is told of though nobody asked for that.
+            // A failed request has a completion though it did not ask for one.
             let wc = a.wait();
             assert_eq!((wc.wr_id, wc.status, wc.opcode), (3, 4, 0xbad));
             drop(b);
         }
         assert_eq!(report().refused_accesses, 3);
-        // A queue pair that allows no READs says so in another way.
+        // A queue pair that allows no READs refuses with another status and event.
         let (a, b) = End::both(Wishes::default(), Wishes { access: 3, ..Wishes::default() });
         assert_eq!(a.put(READ, 1, (0, 64), 0), 0);
         is_refused_by_the_peer(&a, &b, REMOTE_INVALID, 2);
@@ -141,13 +141,13 @@ fn a_requester_s_own_keys_are_looked_at_too() {
 fn memory_that_is_unmapped_while_it_is_registered_is_counted() {
     alone_says("memory_that_is_unmapped_while_it_is_registered_is_counted", &[], || {
         let (a, b) = End::two(Wishes::default());
-        // SAFETY: the second half of the end's memory, which nobody uses but the request below.
+        // SAFETY: this is the second half of the end's memory, which only the request below uses. (`drop` unmaps it a second time.)
         unsafe { libc::munmap(b.memory.add(4 << 20).cast(), 4 << 20) };
         assert_eq!(a.put(WRITE, 1, (0, 4096), 4 << 20), 0);
         assert_eq!(a.wait().status, 11);
         assert_eq!(report().unmapped, 1);
         assert_eq!(
-            // SAFETY: memory that is not there is what is asked about.
+            // SAFETY: the library must refuse memory that is not mapped, and does not access it.
             code(unsafe { verbs().reg_mr(b.domain, b.memory.add(4 << 20).cast(), 4096, ALL) }),
             libc::EFAULT
         );
@@ -166,18 +166,18 @@ fn regions_are_refused_that_hardware_refuses_and_pinned_bytes_are_counted() {
     alone(name, &[(test_support::verbs::HOST, host)], || {
         let a = End::new(Wishes::default());
         let register = |at: usize, bytes: usize, access: i32| {
-            // SAFETY: the end's own memory.
+            // SAFETY: the range is in the end's own memory.
             unsafe { verbs().reg_mr(a.domain, a.memory.add(at).cast(), bytes, access) }
         };
         assert_eq!(code(register(0, 64, 2)), libc::EINVAL);
         assert_eq!(code(register(0, 0, 1)), libc::EINVAL);
         assert_eq!(code(register(0, 64, 1 << 6)), libc::EINVAL);
         assert_eq!(report().pinned_bytes, 8 << 20);
-        // Two pages are left, and this touches three.
+        // Two pages may still be pinned, and this region touches three.
         assert_eq!(code(register(4095, 4098, 1)), libc::ENOMEM);
         let region = register(4095, 2, 1).unwrap();
         assert_eq!(report().pinned_bytes, (8 << 20) + 8192);
-        // SAFETY: just made; without access from elsewhere there is no key for it.
+        // SAFETY: `region` was just made, and is deregistered once; the end's objects exist. (A region without remote access has no remote key.)
         unsafe {
             assert_eq!(((*region).rkey, (*region).lkey == 0), (0, false));
             assert_eq!(code(verbs().dealloc_pd(a.domain)), libc::EBUSY);
@@ -201,7 +201,7 @@ fn queues_have_room_for_so_many_and_what_is_polled_gives_it_back() {
         (wishes.cap.max_send_wr, wishes.cap.max_recv_wr) = (4, 2);
         let (a, b) = End::two(wishes);
         let post = |flags: u32| a.post(a.request(WRITE, flags, 0), 1, &mut [a.piece(0, 8)]);
-        // Three say nothing: their room comes back with the completion of the fourth, when that is polled.
+        // Three requests have no completion: their room comes back when the completion of the fourth is polled.
         assert_eq!([post(0), post(0), post(0), post(SIGNALED)], [0; 4]);
         assert_eq!(post(0), libc::ENOMEM);
         assert_eq!(a.good().wr_id, 1);
@@ -211,7 +211,7 @@ fn queues_have_room_for_so_many_and_what_is_polled_gives_it_back() {
             [b.receive(1, &mut []), b.receive(2, &mut []), b.receive(3, &mut [])],
             [0, 0, libc::ENOMEM]
         );
-        // What is too much for a request is refused before it is posted.
+        // Requests with too many pieces or too much inline data, or of no valid kind, are refused when they are posted.
         let mut five = [a.piece(0, 8); 5];
         assert_eq!(a.post(a.request(WRITE, 0, 0), 1, &mut five), libc::EINVAL);
         assert_eq!(a.post(a.request(WRITE, INLINE, 0), 1, &mut [a.piece(0, 65)]), libc::EINVAL);
@@ -236,7 +236,7 @@ fn data_comes_from_several_pieces_and_inline() {
         let sent: Vec<u8> = parts.into_iter().flat_map(|(at, bytes)| (at..at + bytes).map(pattern)).collect();
         let came = [b.bytes(0, 50_001).to_vec(), b.bytes(1 << 20, 127_777).to_vec()].concat();
         assert!(sent == came);
-        // Inline: memory of anybody's, which may be changed at once.
+        // Inline data may lie in memory that is not registered, and may be changed as soon as the call returns.
         let mut text = *b"inline";
         let mut piece = [IbvSge { addr: text.as_mut_ptr() as u64, length: 6, lkey: 0 }];
         assert_eq!(a.post(a.request(WRITE, INLINE | SIGNALED, 64), 2, &mut piece), 0);
@@ -264,7 +264,7 @@ fn a_message_without_a_receive_is_tried_again_so_often() {
         assert_eq!(c.wait().status, RNR_EXCEEDED);
         assert_eq!(report().no_receive - before, 3);
         drop(d);
-        // One that is longer than the receive ends both.
+        // A message that is longer than its receive puts both pairs into the error state.
         let (e, f) = End::two(Wishes::default());
         assert_eq!(f.receive(1, &mut [f.piece(0, 8)]), 0);
         assert_eq!(e.put(SEND, 1, (0, 9), 0), 0);
@@ -316,7 +316,7 @@ fn reads_beyond_what_was_agreed_wait_or_are_an_error() {
 #[test]
 fn a_read_is_overtaken_by_what_comes_behind_it_unless_that_is_fenced() {
     alone("a_read_is_overtaken_by_what_comes_behind_it_unless_that_is_fenced", &[], || {
-        // What the peer overwrites because of the message behind a READ must be read before; without a fence nobody promises that.
+        // The peer overwrites the data when it gets the message that follows the READ. Only with a fence is the data sure to be read before.
         let seen = |flags: u32| {
             let (mut a, mut b) = End::two(Wishes::default());
             let mut late = 0;
@@ -348,10 +348,10 @@ fn windows_open_what_they_are_bound_to_for_one_queue_pair_until_they_are_invalid
         || {
             let (mut a, mut b) = End::two(Wishes::default());
             b.bytes(4096, 64).fill(9);
-            // SAFETY: a domain that is there; the window is given back below.
+            // SAFETY: the domain exists; the window is freed below.
             let window = unsafe { (*b.context).ops.alloc_mw.unwrap()(b.domain, 2) };
             assert!(!window.is_null());
-            // SAFETY: just made.
+            // SAFETY: the window was just made.
             let key = unsafe { (*window).rkey } | 5;
             let mut bind = b.request(BIND_MW, SIGNALED, 0);
             (bind.bind_mw, bind.bind_rkey) = (window, key);
@@ -364,8 +364,8 @@ fn windows_open_what_they_are_bound_to_for_one_queue_pair_until_they_are_invalid
             assert_eq!(a.put(READ, 1, (0, 64), 4096), 0);
             a.good();
             assert!(a.bytes(0, 64).iter().all(|byte| *byte == 9));
-            // A region is not given back while a window is bound to it.
-            // SAFETY: a region that is there.
+            // A region cannot be deregistered while a window is bound to it.
+            // SAFETY: the region exists, and the refused call leaves it as it is.
             assert_eq!(code(unsafe { verbs().dereg_mr(b.region) }), libc::EINVAL);
             let mut invalidate = b.request(LOCAL_INV, SIGNALED, 0);
             invalidate.imm_data = key;
@@ -373,7 +373,7 @@ fn windows_open_what_they_are_bound_to_for_one_queue_pair_until_they_are_invalid
             assert_eq!(b.good().opcode, 6);
             assert_eq!(a.put(READ, 1, (0, 64), 4096), 0);
             assert_eq!(a.wait().status, REMOTE_ACCESS);
-            // SAFETY: made above, and used no more.
+            // SAFETY: the window was made above, and is not used any more.
             assert_eq!(unsafe { (*b.context).ops.dealloc_mw.unwrap()(window) }, 0);
         },
     )
@@ -392,7 +392,7 @@ fn a_channel_tells_once_of_what_comes_after_it_was_armed() {
             a.good();
         };
         send(0);
-        // It is there already: only the next one counts.
+        // That completion waits already, so it causes no event: only the next one does.
         b.arm(false);
         assert!(!b.is_told(soon));
         send(0);

@@ -7,18 +7,18 @@ use candle_core::{Result, Tensor, Var, bail};
 
 use super::DataParallel;
 
-/// Where a model is cut: what comes before, and what goes on from there without knowing of it.
+/// Where a model is cut: the last tensor of a segment, and the variable with the same values from which later segments compute.
 struct Cut {
     before: Tensor,
     after: Var,
-    /// The sum of the gradients that have come back to `after`. Detached: candle's gradient of a variable keeps the graph of the products it
-    /// was made of, with the variables of the segment that it came from, and a backward pass through that would add to their gradients.
+    /// The sum of the gradients of `after` so far. Detached: a gradient of candle's keeps the graph by which it was computed, with the variables
+    /// of its segment. The next backward pass would go through that graph, too, and add to the gradients of these variables.
     grad: Option<Tensor>,
 }
 
-/// A forward and a backward pass in segments. candle's `backward` returns all gradients at its end; so the model is
-/// [cut](Self::cut), every segment goes backwards by itself, the last one first, and what it gives is on its way while the next one
-/// computes.
+/// A forward and a backward pass in segments. candle's `backward` returns all gradients at its end. So the model is
+/// [cut](Self::cut), and each segment makes a backward pass of its own, the last one first. The gradients of a segment are reduced while
+/// the next one computes.
 ///
 /// ```no_run
 /// # use allstream_candle::DataParallel;
@@ -34,10 +34,10 @@ struct Cut {
 /// # Ok(()) }
 /// ```
 ///
-/// Segments need not form a chain: a cut tensor may be used in several later segments, and a variable in several segments (tied
-/// weights), on both sides of a cut or far from each other; its gradients are added, and sent when the last one is there. What is on its way early are full buckets: of 1 MB the first, of
-/// an eighth of all gradients the others (at most 25 MB), or as [`Options::buckets`](crate::Options::buckets) says. A cut costs a copy of the tensor, and in the backward pass a
-/// product of it with its gradient.
+/// Segments need not form a chain: a cut tensor may be used in several later segments, and a variable in any segments (tied weights). The
+/// gradients of such a variable are added up, and reduced when the last one is there. A bucket is reduced as soon as it is full: the first
+/// takes 1 MB, the others an eighth of all gradients (at least 1 MB, at most 25 MB), or what [`Options::buckets`](crate::Options::buckets)
+/// says. A cut costs a copy of the tensor, and in the backward pass a product of the tensor and its gradient.
 #[derive(Debug)]
 pub struct Segments<'a> {
     parallel: &'a mut DataParallel,
@@ -55,10 +55,10 @@ impl<'a> Segments<'a> {
         Segments { parallel, cuts: Vec::new() }
     }
 
-    /// Ends a segment at `y`: what is computed from the tensor that comes back is of later segments.
+    /// Ends a segment at `y`. What is computed from the returned tensor belongs to later segments.
     ///
     /// # Errors
-    /// As of candle, where the tensor cannot be copied; where it is of integers, which have no gradient.
+    /// If the tensor is of integers, which have no gradient. Else candle's, if the tensor cannot be copied.
     pub fn cut(&mut self, y: &Tensor) -> Result<Tensor> {
         if !y.dtype().is_float() {
             bail!(
@@ -73,7 +73,7 @@ impl<'a> Segments<'a> {
         Ok(next)
     }
 
-    /// Goes backwards from `loss` through all segments, and gives the gradients of all variables, reduced over all ranks.
+    /// Makes the backward pass from `loss` through all segments, and gives the gradients of the `VarMap`'s variables, reduced over all ranks.
     ///
     /// # Errors
     /// As [`DataParallel::reduce`].
@@ -99,7 +99,7 @@ impl<'a> Segments<'a> {
                     let mut part = (&cut.before * grad)?.sum_all()?.backward()?;
                     self.take(&mut part, &cut.before, &mut left, &mut has)?;
                 }
-                // Nothing later depends on it: it gives no gradients.
+                // The loss does not depend on this cut, so its segment gives no gradients.
                 None => self.variables_of(&cut.before).into_iter().for_each(|i| left[i] -= 1),
             }
         }
@@ -107,7 +107,7 @@ impl<'a> Segments<'a> {
         Ok(grads)
     }
 
-    /// In how many segments each variable is.
+    /// How many segments use each variable.
     fn uses(&self, loss: &Tensor) -> Vec<usize> {
         let mut uses = vec![0; self.parallel.trained()];
         for root in self.cuts.iter().map(|cut| &cut.before).chain([loss]) {
@@ -116,7 +116,7 @@ impl<'a> Segments<'a> {
         uses
     }
 
-    /// The variables that a segment has, by the graph that ends at its result.
+    /// The variables that a segment uses: those in the graph that ends at its result, `root`.
     fn variables_of(&self, root: &Tensor) -> Vec<usize> {
         let nodes: HashSet<_> = root.sorted_nodes().into_iter().map(Tensor::id).collect();
         (0..self.parallel.trained())
@@ -124,7 +124,7 @@ impl<'a> Segments<'a> {
             .collect()
     }
 
-    /// Hands in the gradients of a segment, and keeps those of the cuts that it began at.
+    /// Hands in the gradients of the segment that ends at `root`, and keeps those of the cut tensors that it uses.
     fn take(
         &mut self,
         grads: &mut GradStore,

@@ -41,7 +41,7 @@ fn all_close(found: &[Tensor; 2], expected: &[Tensor; 2]) {
     found.iter().zip(expected).for_each(|(found, expected)| close(found, expected));
 }
 
-/// The mean of the gradients of all ranks of the loss by this variable, by candle alone.
+/// The mean over all ranks of the gradient of this variable, by candle alone.
 fn expected(name: &str, ranks: usize) -> Tensor {
     let of = |rank: usize| {
         let (vars, model) = model().unwrap();
@@ -127,7 +127,7 @@ fn buffers_have_other_names_too_and_are_saved_and_loaded_whole() {
         shadow.set(&numbers(40 + comm.rank(), &[2])).unwrap();
         let steps = var(&vars, "steps");
         steps.set(&Tensor::new(&[8 + comm.rank() as i64], &Device::Cpu).unwrap()).unwrap();
-        // A loss that depends on a buffer gives it no gradient by which an optimizer would change it.
+        // The loss depends on a buffer. Its gradient is removed, so that no optimizer changes the buffer.
         let loss = (model.loss(comm.rank()).unwrap() + shadow.sum_all().unwrap()).unwrap();
         let mut grads = loss.backward().unwrap();
         parallel.reduce(&mut grads).unwrap();

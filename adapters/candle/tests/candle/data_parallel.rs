@@ -24,7 +24,7 @@ pub(crate) fn var(vars: &VarMap, name: &str) -> Var {
 pub(crate) const MODEL: [(&str, &[usize]); 3] = [("a", &[4, 6]), ("b", &[6, 4]), ("c", &[1, 6])];
 const ROWS: usize = 4;
 
-/// What each rank computes with: other rows on each.
+/// The input of a rank: each rank has other rows.
 pub(crate) fn rows(rank: usize) -> Tensor {
     numbers(70 + rank, &[ROWS, 4])
 }
@@ -51,7 +51,7 @@ fn expected(ranks: usize) -> Vec<Tensor> {
     expected_of(&(0..ranks).collect::<Vec<_>>())
 }
 
-/// The same of these ranks.
+/// The same for these ranks only.
 pub(crate) fn expected_of(ranks: &[usize]) -> Vec<Tensor> {
     let vars = vars(0, &MODEL);
     let losses = ranks.iter().map(|r| loss(&vars, &rows(*r), |y| Ok(y.clone())).unwrap());
@@ -62,7 +62,7 @@ pub(crate) fn expected_of(ranks: &[usize]) -> Vec<Tensor> {
 #[test]
 fn gradients_are_the_mean_over_ranks_in_one_pass_and_in_segments() {
     on_ranks(3, |comm| {
-        // Rank 0's weights count.
+        // Each rank has other weights here, and gets rank 0's.
         let vars = vars(comm.rank() * 7, &MODEL);
         let options = Options::default().compare_every(1);
         let mut parallel = DataParallel::with(&comm, &vars, options).unwrap();
@@ -166,7 +166,7 @@ fn a_gradient_that_is_missing_in_segments_is_named_on_all_ranks() {
         let mut segments = parallel.segments();
         let first = segments.cut(&rows(0).matmul(&var(&vars, "a")).unwrap()).unwrap();
         let second = segments.cut(&rows(1).matmul(&var(&vars, "b")).unwrap()).unwrap();
-        // Rank 1's loss depends on both.
+        // Rank 1's loss depends on both cuts, rank 0's on the first only.
         let y = if comm.rank() == 0 { first } else { (first + second).unwrap() };
         segments.backward(&y.sqr().unwrap().sum_all().unwrap()).unwrap_err().to_string()
     });

@@ -1,4 +1,4 @@
-//! A process that is killed in the middle of a step: the others are told which rank, keep what they have, and go on without it.
+//! A process that is killed in the middle of a step: the other ranks learn which rank is lost, keep their weights, and go on without it.
 
 use std::io::{BufRead, BufReader, Read};
 use std::net::TcpListener;
@@ -19,18 +19,18 @@ use crate::support::close;
 
 const RANKS: usize = 3;
 const VICTIM: usize = 1;
-/// For all that is waited for here.
+/// How long each wait of this test may take.
 const LIMIT: Duration = Duration::from_secs(60);
-/// A death is heard of at once; a silence would take 10 s.
+/// How soon the survivors must end. They notice a death at once; a rank that is only silent counts as lost after 10 s.
 const SOON: Duration = Duration::from_secs(8);
-/// What the victim prints when it is where it shall die.
+/// What the victim prints when it is at the point where it is to be killed.
 const THERE: &str = "in the middle of a step";
-/// What the others print when they have all of the step before: a rank that dies takes along what others still wait for.
+/// What the others print when their first step has ended. The victim is killed only then: a death would fail a first step that has not ended.
 const READY: &str = "the first step is done";
 /// How the ranks reduce: `reduce` or `segments`.
 const WAY: &str = "ALLSTREAM_CANDLE_TEST_WAY";
 
-/// The input as it is. Its backward never ends by itself.
+/// Gives the input unchanged. Its backward pass waits until the process is killed.
 struct Stops;
 
 impl CustomOp1 for Stops {
@@ -51,7 +51,7 @@ fn wait_for_death() {
     thread::sleep(LIMIT);
 }
 
-/// One step; `stops`: in it this rank is killed, after others' and its own first gradients are on their way.
+/// One step; `stops`: this rank waits in it to be killed: before it reduces, or in segments when its first gradients are on their way.
 fn step(parallel: &mut DataParallel, vars: &VarMap, x: &Tensor, way: &str, stops: bool) -> Result<GradStore> {
     if way == "reduce" {
         let mut grads = loss(vars, x, |y| Ok(y.clone()))?.backward()?;
@@ -61,7 +61,7 @@ fn step(parallel: &mut DataParallel, vars: &VarMap, x: &Tensor, way: &str, stops
         let own = gradients(vars, &grads);
         let reduced = parallel.reduce(&mut grads);
         if reduced.is_err() {
-            // Everything that was handed in is back.
+            // All gradients that were handed in are in the store again.
             gradients(vars, &grads).iter().zip(&own).for_each(|(found, own)| close(found, own));
         }
         return reduced.map(|()| grads);
@@ -70,7 +70,7 @@ fn step(parallel: &mut DataParallel, vars: &VarMap, x: &Tensor, way: &str, stops
     let mut cuts = 0;
     let loss = loss(vars, x, |y| {
         cuts += 1;
-        // Of the first segment: the last one to go backwards.
+        // In the first segment, whose backward pass is the last one.
         let y = if stops && cuts == 1 { y.apply_op1(Stops)? } else { y.clone() };
         segments.cut(&y)
     })?;
@@ -115,7 +115,7 @@ fn rank(way: &str) {
     parallel.close().unwrap();
 }
 
-/// Processes that end with the test.
+/// Processes, which are killed when this value is dropped.
 struct Ranks(Vec<Child>);
 
 impl Drop for Ranks {
@@ -128,7 +128,7 @@ impl Drop for Ranks {
 }
 
 fn start(way: &str, name: &str) -> Ranks {
-    // Nobody else is likely to take the port between here and rank 0.
+    // No other process is likely to take the port before rank 0 does.
     let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     let start = |rank: usize| {
         Command::new(std::env::current_exe().unwrap())

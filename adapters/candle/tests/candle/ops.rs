@@ -9,12 +9,12 @@ use candle_core::{CpuStorage, DType, Device, Storage, Tensor, Var};
 
 const RANKS: usize = 3;
 
-/// The inputs of all ranks, as each of them can make them.
+/// The inputs of all ranks. Each rank can compute all of them.
 fn inputs(shape: &[usize]) -> Vec<Tensor> {
     (0..RANKS).map(|r| numbers(r, shape)).collect()
 }
 
-/// The weights with which rank r's result goes into its loss: others for every rank.
+/// The weights of the elements of rank r's result in its loss: other ones for every rank.
 fn weights(r: usize, shape: &[usize]) -> Tensor {
     numbers(50 + r, shape)
 }
@@ -35,7 +35,7 @@ fn all_reduce_sums_and_its_gradient_is_as_it_comes() {
         let x = Var::from_tensor(&inputs(&[2, 5])[comm.rank()]).unwrap();
         let y = x.apply_op1(AllReduce::new(&comm)).unwrap();
         close(&y, &sum(&inputs(&[2, 5])));
-        // What follows is the same on all ranks.
+        // The weights of rank 0 on all ranks: the gradient is right only if all compute the same loss.
         close(&gradient(&x, &y, &weights(0, &[2, 5])), &weights(0, &[2, 5]));
 
         let mean = x.apply_op1(AllReduce::new(&comm).op(ReduceOp::Avg)).unwrap();
@@ -55,7 +55,7 @@ fn all_reduce_backward_sums_gradients() {
     });
 }
 
-/// One process: the results of all ranks from all inputs, and the gradients of the sum of all losses.
+/// In one process: the result that all ranks should get, and the gradients of all inputs in the sum of all ranks' losses.
 fn gathered_in_one_process(shape: &[usize], dim: usize) -> (Tensor, Vec<Tensor>) {
     let vars: Vec<Var> = inputs(shape).iter().map(|x| Var::from_tensor(x).unwrap()).collect();
     let all = Tensor::cat(&vars.iter().map(|v| v.as_tensor()).collect::<Vec<_>>(), dim).unwrap();

@@ -1,4 +1,4 @@
-//! `Segments`: whatever is cut, the gradients of candle's own backward pass over the whole model, and of differences of the loss.
+//! `Segments`: wherever a model is cut, gradients equal those of candle's backward pass over the whole model, and differences of the loss.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -12,7 +12,7 @@ use crate::support::{distance, numbers, on_ranks};
 
 /// Rows and columns of the weights and of the input.
 const WIDTH: usize = 4;
-/// Half of the difference of two weights in the check by differences.
+/// By how much the check by differences moves a weight up and down.
 const STEP: f64 = 1e-5;
 
 type Cut<'a> = &'a mut dyn FnMut(&Tensor) -> Result<Tensor>;
@@ -93,7 +93,7 @@ const MODELS: [(&str, Model); 11] = [
     }),
 ];
 
-/// A loss that is curved in all elements: the first column's share of each row.
+/// A loss that is not linear in any element: the negative log-softmax of the first column, summed over all rows.
 fn share_of_the_first(y: &Tensor) -> Result<Tensor> {
     ops::log_softmax(y, 1)?.narrow(1, 0, 1)?.sum_all()?.neg()
 }
@@ -170,7 +170,7 @@ fn gradients_are_those_of_candle_alone_and_of_differences_of_the_loss() {
     }
 }
 
-/// The input as it is, and how often it was differentiated.
+/// Gives the input unchanged, and counts its backward passes.
 struct Counts(Arc<AtomicUsize>);
 
 impl CustomOp1 for Counts {

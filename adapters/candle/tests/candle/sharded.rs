@@ -1,4 +1,4 @@
-//! An optimizer whose state is divided among the ranks: the weights of the whole one, to the bit.
+//! An optimizer whose state is divided among the ranks gives the same weights as a whole one, to the bit.
 
 use allstream::SharedComm;
 use allstream_candle::{DataParallel, Options};
@@ -10,7 +10,7 @@ use crate::support::{close, numbers, on_deterministic_ranks, on_ranks};
 
 const STEPS: usize = 4;
 
-/// The small model, and a variable that has a bucket for itself.
+/// A variable beside those of the small model: of 80 KB, which is too large to share a sharded bucket with others.
 const LARGE: (&str, &[usize]) = ("large", &[4, 5_000]);
 
 fn vars() -> VarMap {
@@ -26,7 +26,7 @@ fn loss(vars: &VarMap, rank: usize, cut: impl FnMut(&Tensor) -> Result<Tensor>) 
 #[derive(Clone, Copy)]
 struct Way {
     in_segments: bool,
-    /// What the norm may be.
+    /// The norm to which gradients are clipped.
     most: Option<f64>,
 }
 
@@ -115,7 +115,7 @@ fn what_would_train_from_old_weights_or_clip_nothing_is_refused() {
         let error = parallel.clip_norm(&mut grads, 1.0).unwrap_err().to_string();
         assert!(error.contains("reduce the gradients first"), "{error}");
         parallel.reduce(&mut grads).unwrap();
-        // A step that is left out needs no gather.
+        // If the optimizer's step is skipped, no gather is needed before the next `reduce`.
         let mut grads = backward();
         parallel.reduce(&mut grads).unwrap();
         let whole: Vec<Var> = vars.all_vars();
@@ -124,7 +124,7 @@ fn what_would_train_from_old_weights_or_clip_nothing_is_refused() {
             "an optimizer of whole variables gets nothing"
         );
         optimizer.step(&grads).unwrap();
-        // What is refused now ends the step before on a rank that is still there.
+        // The error below ends the communicator on all ranks, so both must have ended the step before.
         comm.barrier().wait().unwrap();
         let error = parallel.reduce(&mut backward()).unwrap_err().to_string();
         assert!(error.contains("call `gather` after each step"), "{error}");

@@ -10,7 +10,7 @@ use candle_core::{Device, Result, Tensor};
 /// Longer than anything here takes.
 const DEADLINE: Duration = Duration::from_secs(120);
 
-/// Runs `rank` on as many threads, each a rank of one world, and gives what each came to. Panics if a rank does, or is not there in time.
+/// Runs `rank` on `n` threads, each a rank of one world, and gives the results by rank. Panics if a rank panics, or does not end in time.
 pub(crate) fn on_ranks<R: Send + 'static>(
     n: usize,
     rank: impl Fn(SharedComm) -> R + Clone + Send + 'static,
@@ -18,7 +18,7 @@ pub(crate) fn on_ranks<R: Send + 'static>(
     run(Comm::local(n).unwrap(), rank)
 }
 
-/// The same where sums have the same bits whatever the collective.
+/// The same on deterministic communicators: sums have the same bits, whichever collective computes them.
 pub(crate) fn on_deterministic_ranks<R: Send + 'static>(
     n: usize,
     rank: impl Fn(SharedComm) -> R + Clone + Send + 'static,

@@ -7,8 +7,8 @@ use crate::error::{Lost, Missing, MissingState};
 use crate::group::message::{Outcome, Step};
 use crate::types::Rank;
 
-/// A member may be this many agreements ahead of the oldest that it has not ended; so nobody asks for one that ended
-/// longer ago, and this many are remembered.
+/// A member may have this many agreements open, counted from its oldest undecided one. So nobody asks about one that was
+/// decided longer ago, and this many verdicts are remembered.
 pub(super) const WINDOW: u64 = 64;
 
 /// What a member is to do.
@@ -45,11 +45,11 @@ struct Vote {
 /// One agreement.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 struct Round {
-    /// What this member called with.
+    /// The flag with which this member called.
     mine: Option<bool>,
     /// The others' last votes.
     votes: BTreeMap<Rank, Vote>,
-    /// What this member has accepted last, and from whom; from itself, once it has proposed.
+    /// The outcome that this member has accepted last, and who proposed it: itself, once it has made a proposal.
     accepted: Option<(Rank, Outcome)>,
     /// Who has accepted what this member proposed.
     accepts: BTreeSet<Rank>,
@@ -61,7 +61,7 @@ struct Round {
 pub(super) struct Board {
     me: Rank,
     size: usize,
-    /// The others that are lost. Nothing that they say counts from then on.
+    /// The other members that are lost. Nothing that they say after that counts.
     lost: BTreeMap<Rank, Lost>,
     expelled: Option<Lost>,
     /// Number of the next call.
@@ -74,7 +74,7 @@ impl Board {
         Board { me, size, lost: BTreeMap::new(), expelled: None, next: 0, rounds: BTreeMap::new() }
     }
 
-    /// This member calls. The number of the call.
+    /// This member calls `agree`. Returns the number of the agreement.
     pub(super) fn call(&mut self, flag: bool, out: &mut Vec<Out>) -> Result<u64, Refusal> {
         if let Some(how) = self.expelled {
             return Err(Refusal::Expelled(how));
@@ -86,7 +86,7 @@ impl Board {
         let number = self.next;
         self.next += 1;
         self.rounds.entry(number).or_default().mine = Some(flag);
-        // To all: each can then say who is missing.
+        // The vote goes to all, so that each member can say who is missing.
         self.vote(number, self.others(), out);
         self.advance(number, out);
         Ok(number)
@@ -94,7 +94,7 @@ impl Board {
 
     /// A message has come.
     pub(super) fn hear(&mut self, from: Rank, lost: &[(Rank, Lost)], step: Step, out: &mut Vec<Out>) {
-        // One that is lost was told so when it was, if it can hear.
+        // A lost member was told of its loss when this one learned of it, if it can still hear.
         let counts = from < self.size && from != self.me && !self.lost.contains_key(&from);
         if self.expelled.is_some() || !counts {
             return;
@@ -115,7 +115,7 @@ impl Board {
                 self.advance(number, out);
             }
             Step::Propose { number, outcome } => {
-                // Who proposes knows all below it lost, and has just said so.
+                // The proposer knows that all members below it are lost, and this message has just said so.
                 if self.coordinator() != from {
                     return;
                 }
@@ -136,7 +136,7 @@ impl Board {
         }
     }
 
-    /// Members are lost, for this or another member.
+    /// Members are lost: this member has found it, or another one says it.
     pub(super) fn lose(&mut self, lost: &[(Rank, Lost)], out: &mut Vec<Out>) {
         if self.expelled.is_some() {
             return;
@@ -153,7 +153,7 @@ impl Board {
             }
             self.lost.insert(rank, how);
             new.push(rank);
-            // Everyone hears a goodbye for themselves; a connection may have ended for this member alone.
+            // Each member gets a goodbye itself. Another loss may be known to this member alone, whose connection has ended.
             told |= how != Lost::Left;
         }
         if new.is_empty() {
@@ -167,7 +167,7 @@ impl Board {
         let coordinator = self.coordinator();
         for number in self.open().collect::<Vec<_>>() {
             if coordinator != before {
-                // A new coordinator asks all: who knows the verdict says it.
+                // A new coordinator sends its vote to all: a member that knows the verdict answers with it.
                 let to = if coordinator == self.me { self.others() } else { vec![coordinator] };
                 self.vote(number, to, out);
             }
@@ -175,7 +175,7 @@ impl Board {
         }
     }
 
-    /// Who has not voted; where everyone has, who does not answer.
+    /// The members that have not voted; if all have, those that do not answer.
     pub(super) fn missing(&self, number: u64) -> Vec<Missing> {
         let Some(round) = self.rounds.get(&number) else { return Vec::new() };
         let others = self.others();
@@ -214,7 +214,7 @@ impl Board {
         self.rounds.iter().filter(|(_, r)| r.mine.is_some() && r.decided.is_none()).map(|(n, _)| *n)
     }
 
-    /// `None` for one that ended long ago, and for one that no correct member can have reached.
+    /// The agreement with this number. `None` if it was decided long ago, or if no correct member can have reached it.
     fn round(&mut self, number: u64) -> Option<&mut Round> {
         if number < self.next {
             return self.rounds.get_mut(&number);
@@ -238,7 +238,8 @@ impl Board {
         }
     }
 
-    /// What the coordinator does when a vote or an acceptance has come, or somebody need not be waited for any more.
+    /// Called when a vote or an acceptance has come, or a member need not be waited for any more. If this member is the coordinator, it proposes
+    /// an outcome or decides, as soon as it can.
     fn advance(&mut self, number: u64, out: &mut Vec<Out>) {
         if self.coordinator() != self.me {
             return;
@@ -276,7 +277,7 @@ impl Board {
             return;
         };
         *round = Round { mine: round.mine, decided: Some(outcome.clone()), ..Round::default() };
-        // Also one that a former coordinator had told it to another: those that have voted wait for this member.
+        // The coordinator also passes on a verdict that it has only heard: those that have voted wait for the coordinator.
         if self.coordinator() == self.me {
             for to in self.others() {
                 self.send(to, Step::Decide { number, outcome: outcome.clone() }, out);
@@ -287,7 +288,7 @@ impl Board {
         self.rounds.retain(|n, r| r.decided.is_none() || n + WINDOW > newest);
     }
 
-    /// Whoever still counts on this member is told not to.
+    /// This member was declared lost. It tells the others, as some may still count on it, and takes no part any more.
     fn expel(&mut self, how: Lost, out: &mut Vec<Out>) {
         self.expelled = Some(how);
         for to in self.others() {
@@ -298,13 +299,14 @@ impl Board {
 }
 
 impl Round {
-    /// What a coordinator proposes that has everyone's vote: what may have been decided, or else what was voted.
+    /// What a coordinator proposes when it has all votes: of the outcomes that members have accepted, the one of the highest ballot, as it may have
+    /// been decided; if none was accepted, what the votes say.
     fn outcome(&self, mine: bool, lost: &BTreeMap<Rank, Lost>) -> Outcome {
         let votes = self.votes.values().filter_map(|v| v.accepted.as_ref());
         if let Some((_, outcome)) = votes.chain(&self.accepted).max_by_key(|(by, _)| *by) {
             return outcome.clone();
         }
-        // Who left in peace after it had voted is counted.
+        // A member that left in peace after it had voted is counted.
         let counted = |rank: &Rank| lost.get(rank).is_none_or(|how| *how == Lost::Left);
         let flags = self.votes.iter().filter(|(rank, _)| counted(rank)).map(|(_, v)| v.flag);
         let flag = flags.fold(mine, |all, flag| all && flag);

@@ -1,4 +1,4 @@
-//! The protocol against every order of messages, losses and calls: all of them for three members, random ones for more.
+//! Runs the protocol with messages, losses and calls in every order: in all orders for three members, in random ones for more.
 
 use std::collections::hash_map::DefaultHasher;
 use std::collections::{BTreeMap, HashSet, VecDeque};
@@ -19,7 +19,7 @@ enum Packet {
     Say(Vec<(Rank, Lost)>, Step),
     /// A goodbye in peace.
     Bye,
-    /// A goodbye to one that was declared lost.
+    /// A goodbye to a member that the sender has declared lost.
     Out,
 }
 
@@ -34,7 +34,7 @@ enum State {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Event {
     Call(Rank),
-    /// What waits at this place of a connection arrives.
+    /// From the first to the second: the packet at this place of their connection arrives.
     Deliver(Rank, Rank, usize),
     /// Its process is killed: what it sent last may or may not be on the way.
     Crash(Rank),
@@ -98,7 +98,7 @@ impl Net {
         self.state[rank] == State::Alive
     }
 
-    /// What happens sooner or later, and what may happen.
+    /// The events that happen sooner or later, and those that may happen.
     fn events(&self) -> (Vec<Event>, Vec<Event>) {
         let (mut must, mut may) = (Vec::new(), Vec::new());
         for a in 0..self.n() {
@@ -171,7 +171,7 @@ impl Net {
                 self.links[victim][by].clear();
                 self.cut[victim][by] = true;
                 self.boards[by].lose(&[(victim, SILENT)], &mut out);
-                // Its connection has ended: the goodbye goes there, and nothing else.
+                // The connection with the victim has ended: only the goodbye goes there.
                 out.retain(|o| !matches!(o, Out::Send { to, .. } if *to == victim));
                 self.links[by][victim].push_back(Packet::Out);
                 by
@@ -205,7 +205,7 @@ impl Net {
 
     fn decided(&mut self, at: Rank, number: u64, outcome: Outcome) {
         for other in 0..self.n() {
-            // Without a wrong suspicion also those that die with their verdict had the same.
+            // If no living member is taken for lost, those that died with a verdict had the same one.
             let counts = self.alive(other) || self.budget.victim == NOBODY;
             if let Some(theirs) = self.verdicts[other].get(&number).filter(|_| counts) {
                 assert_eq!(theirs, &outcome, "ranks {other} and {at} on agreement {number}");
@@ -228,7 +228,7 @@ impl Net {
         assert_eq!(again, None, "one verdict");
     }
 
-    /// Nothing will happen by itself any more.
+    /// No more event must happen: each member that lives and was not expelled has all its verdicts.
     fn settled(&self) {
         for rank in (0..self.n()).filter(|r| self.alive(*r) && !self.expelled[*r]) {
             let got = self.verdicts[rank].len();
@@ -249,12 +249,12 @@ impl Net {
 
 const NOBODY: Rank = usize::MAX;
 
-/// Whether this is tried, too, which takes minutes.
+/// Whether the tests that take minutes are wanted, too.
 fn everything() -> bool {
     std::env::var_os("ALLSTREAM_TEST_FULL").is_some_and(|v| v == "all")
 }
 
-/// Every order of everything from here on. How many different states there are.
+/// Tries all events in every order from this state on. Returns how many different states there are.
 fn explore(net: Net) -> usize {
     let mut seen = HashSet::new();
     let mut todo = vec![net];
@@ -286,7 +286,7 @@ fn three_members_agree_whoever_dies_whenever() {
         let states = explore(Net::new(once(flags), Budget { crashes: 2, ..NONE }, true));
         println!("two deaths, {flags:?}: {states} states");
     }
-    // The random ones below do it in passing.
+    // The random test below has several agreements, too.
     if everything() {
         let twice = vec![vec![true, false], vec![true, true], vec![true, true]];
         let states = explore(Net::new(twice, Budget { crashes: 1, ..NONE }, true));
@@ -294,11 +294,11 @@ fn three_members_agree_whoever_dies_whenever() {
     }
 }
 
-/// A fourth is the first that can wait for a coordinator which has the verdict from another.
+/// It takes a fourth member for one to wait for a coordinator that has heard the verdict from another one.
 #[test]
 fn four_members_agree_where_the_coordinator_dies_while_it_tells_them() {
     let mut net = Net::new(vec![vec![true]; 4], Budget { crashes: 1, ..NONE }, true);
-    // Up to its decision.
+    // Up to the coordinator's decision.
     for a in 0..4 {
         net.happen(Event::Call(a));
     }
@@ -427,7 +427,7 @@ fn a_window_of_agreements_is_open_and_as_many_are_remembered() {
         assert_eq!(ahead.call(true, &mut out), Ok(number));
     }
     assert_eq!(ahead.call(true, &mut out), Err(Refusal::Full));
-    // All but the oldest end at the other, which may go on as far; it still knows the first when it is asked.
+    // The other member hears all these verdicts, and then calls as many again. It still knows the oldest verdict when it is asked.
     let mut other = Board::new(1, 2);
     for number in 0..WINDOW {
         other.call(true, &mut out).unwrap();

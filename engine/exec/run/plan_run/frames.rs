@@ -1,4 +1,4 @@
-//! What a collective receives: the right frame or an account of what is wrong; and whom it waits for.
+//! How a step finds the frame that it expects, or says what is wrong with the one that has come; and which ranks a part waits for.
 
 use super::{Backend, LinkUse, PlanRun, Turn};
 use crate::error::Error;
@@ -8,8 +8,8 @@ use crate::plan::{Operand, Program};
 use crate::types::Rank;
 
 impl<B: Backend> PlanRun<B> {
-    /// The frame that operand `from` of step `i` needs in a round, if `useful` bytes of it are here; an error if what
-    /// is here is something else.
+    /// The frame from rank `from` that step `i` needs in a round, if `useful` bytes of it have come; an error if the frame that has come
+    /// is another one.
     pub(super) fn expect(
         &self,
         t: Turn<'_, impl LinkUse>,
@@ -44,9 +44,13 @@ impl<B: Backend> PlanRun<B> {
             );
             return Err(Error::protocol(from, problem));
         }
-        // A kernel that reads where no element begins would be the end of the device's context.
+        // A kernel that reads elements at an address that is not a multiple of their size would break the device's context for good.
         if B::IS_ALIGNED && left > 0 && !frame.data.addr().is_multiple_of(state.unit) {
-            let problem = format!("{} values begin at {:#x}", c.part.dtype, frame.data.addr());
+            let problem = format!(
+                "{} values at address {:#x}, which is not a multiple of their size",
+                c.part.dtype,
+                frame.data.addr()
+            );
             return Err(Error::protocol(from, problem));
         }
         if useful <= frame.ready {

@@ -21,7 +21,7 @@ impl<B: Backend> PlanRun<B> {
         self.rx[peer].round >= self.rounds || program.recvs[peer].is_empty()
     }
 
-    /// Puts the steps on the list whose messages with a peer are next.
+    /// Lists the steps whose messages to or from a peer are the next ones on their links.
     pub(super) fn mark_heads(&mut self, program: &Program, peer: Rank) {
         for (cursor, messages) in [(self.tx[peer], &program.sends), (self.rx[peer], &program.recvs)] {
             if cursor.round < self.rounds
@@ -36,12 +36,12 @@ impl<B: Backend> PlanRun<B> {
         let (state, step) = (&self.steps[i], &program.plan.steps[i]);
         let stored = step.holds() == Holds::Source || state.pos == state.len;
         let receivers = state.first..state.first + step.send.len();
-        // A message posted from memory of ours that is still lent is not done; `freed` says so.
+        // A step is not done while memory of ours is lent for one of its messages: `freed` tells.
         let freed = self.freed[receivers].iter().all(|f| *f == state.len);
         stored && (freed || !self.backend.keeps(Wait::Freed))
     }
 
-    /// How far (exclusive) step `i` may write or read at most, by the steps before it, and by what has come of the input.
+    /// Up to which element (exclusive) step `i` may read and write, by what the steps before it have written and what has come of the input.
     pub(super) fn written_limit(&self, program: &Program, i: usize) -> usize {
         let after = &program.nodes[i].after_write;
         let after = after.iter().filter(|_| self.backend.keeps(Wait::Written));
@@ -49,7 +49,7 @@ impl<B: Backend> PlanRun<B> {
         after.map(|j| self.limit(i, *j, self.steps[*j as usize].pos)).min().unwrap_or(come).min(come)
     }
 
-    /// How far step `i` may write, by the steps before it that read there or send from there.
+    /// Up to which element (exclusive) step `i` may write, by how far the steps before it have got that read there or send from there.
     pub(super) fn read_limit(&self, program: &Program, i: usize) -> usize {
         let mut limit = usize::MAX;
         for &j in program.nodes[i].after_read.iter().filter(|_| self.backend.keeps(Wait::Read)) {
@@ -75,12 +75,12 @@ impl<B: Backend> PlanRun<B> {
         ((at / self.round + 1) * self.round).min(state.len)
     }
 
-    /// Where the slice ends. Slices begin at multiples of their length.
+    /// Where the slice ends that element `at` is in. Slices begin at multiples of their length.
     pub(super) fn slice_end(&self, state: &StepState, at: usize) -> usize {
         self.frame_end(state, at, 0)
     }
 
-    /// A frame ends with its slice, or where the link takes more at once, with as many of them.
+    /// Where the frame ends that element `at` is in: with its slice, or after `most` bytes if a frame of the link may be longer than a slice.
     pub(super) fn frame_end(&self, state: &StepState, at: usize, most: usize) -> usize {
         let frame = most.checked_div(state.unit).unwrap_or(1).max(self.slicing.slice_of(state.unit));
         ((at / frame + 1) * frame).min(self.portion_end(state, at))
@@ -92,7 +92,7 @@ impl<B: Backend> PlanRun<B> {
         self.backend.base(part, at.slot).wrapping_add(start + pos * state.unit)
     }
 
-    /// Moves a link's cursor past the message it is at, skipping messages that have nothing in later rounds.
+    /// Moves a link's cursor to the next message. Skips messages whose chunk is too short to have anything in the cursor's round.
     pub(super) fn advance(
         steps: &[StepState],
         messages: &[u32],
@@ -115,7 +115,7 @@ impl<B: Backend> PlanRun<B> {
         }
     }
 
-    /// Books `m` gathered elements, and the ends of messages.
+    /// Notes that step `i` has gathered `m` elements, and moves on the cursors of links whose messages end there.
     pub(super) fn gathered(&mut self, program: &Program, i: usize, m: usize, stored: bool) {
         let round = self.round;
         let state = &mut self.steps[i];

@@ -5,10 +5,10 @@
     grads = numpy.ones(1000, dtype="float32")
     comm.all_reduce(grads).wait()               # or `await comm.all_reduce(grads)`: `grads` has the sum of all ranks
 
-A call submits at once and returns a `Work`; its arrays must be neither read nor written before that is done. Every rank makes the same calls
-in the same order. `allstream.ray` has Ray's collectives, `allstream.torch` the backend of torch.distributed.
+A call submits its operation at once and returns a `Work`. The arrays must be neither read nor written before that work is done. Every rank makes
+the same calls in the same order. `allstream.ray` has Ray's collectives, `allstream.torch` the backend of torch.distributed.
 
-Importing this starts no thread and imports no library of arrays. It needs the GIL: builds of Python without it switch it on.
+Importing this package starts no thread, and imports neither numpy nor torch. It needs the GIL: a free-threaded Python switches it on at the import.
 """
 
 import atexit as _atexit
@@ -53,7 +53,7 @@ __all__ = [
     "local",
 ]
 
-# The communicators that `connect` and the others have made and that are still there: they say goodbye when the interpreter ends.
+# The live communicators that `connect`, `connect_node` and `local` have made. When the interpreter ends, `_end` makes them leave their groups.
 _comms = _weakref.WeakSet()
 _latest = None
 
@@ -68,16 +68,16 @@ def _keep(comm):
 def connect(**options):
     """Joins a world, and returns this rank's `Comm` when all ranks are there.
 
-    Without arguments a launcher's environment says who this is (`allstream run`, torchrun, mpirun, srun); where there is none, it is a
-    world of one rank. Else:
+    Without arguments, the environment of a launcher (`allstream run`, torchrun, mpirun, srun) says which rank this is; without a launcher the
+    world has this rank alone. With arguments:
 
     - `address`, `rank`, `size`: where rank 0 listens (`"10.0.0.1:4242"`), and which rank this is, of how many;
     - `token`: the secret that all ranks share, text or bytes; `b""` for none;
     - `timeout`: how many seconds ranks wait for each other (60); `heartbeat`: after how many seconds of silence a rank counts as lost (10);
     - `link`: `"auto"`, `"shm"` or `"tcp"`; `host_id`: ranks that give the same label count as on one host;
-    - `listener`: of rank 0, the descriptor of a socket that listens at `address` already.
+    - `listener`, on rank 0: the descriptor of a socket that listens at `address` already; it is duplicated.
 
-    Raises `Rendezvous` naming the ranks that did not come, `Refused` where tokens or versions differ, `Invalid`.
+    Raises `Rendezvous` naming the ranks that did not come, `Refused` where tokens or versions differ, `Invalid` for bad arguments.
     """
     return _keep(_native.connect(**options))
 
@@ -88,15 +88,15 @@ def connect_node(devices, **options):
 
 
 def local(size):
-    """A group of `size` ranks in this process: their `Comm`s, one for each thread."""
+    """Makes a group of `size` ranks in this process, and returns their `Comm`s; each is meant for a thread of its own."""
     return [_keep(comm) for comm in _native.local(size)]
 
 
 def empty(shape, dtype="float32", *, comm=None):
     """An array of zeros in memory that the other ranks of this host read in place, so that a collective on it copies nothing.
 
-    It belongs to `comm`'s world, or to the one that was joined last, and may outlive it. `dtype` of torch's gives a torch tensor; of
-    numpy's, or its name, a numpy array. A rank has room for 4 GB of such memory.
+    The memory belongs to the world of `comm` (default: the `Comm` that was made last), and the array may outlive that world. A `dtype` of torch
+    gives a torch tensor; one of numpy, or its name, gives a numpy array. A rank has room for 4 GB of such memory at a time.
     """
     comm = comm if comm is not None else _latest and _latest()
     if comm is None:

@@ -1,4 +1,4 @@
-"""New arrays of the kind of others. The libraries are imported when an array of theirs is asked for."""
+"""Makes new arrays of the same library as a given array. Uses libraries that the program has imported; only `empty` imports one, numpy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .errors import Invalid
 
 
 def kind(array):
-    """Whose array it is: "numpy", "torch" or "cupy"; None for whatever else."""
+    """The library of an array: "numpy", "torch" or "cupy"; None for any other object."""
     for name, type_name in (("numpy", "ndarray"), ("torch", "Tensor"), ("cupy", "ndarray")):
         library = sys.modules.get(name)
         if library is not None and isinstance(array, getattr(library, type_name)):
@@ -30,7 +30,7 @@ def _new(like, shape, call):
 
 
 def capsule(array, options):
-    """`array.__dlpack__(**options)` of an array on a CUDA device. torch gives a tensor only while its device is the current one."""
+    """`array.__dlpack__(**options)` of an array on a CUDA device. torch exports a tensor only while the tensor's device is current."""
     if kind(array) != "torch":
         return array.__dlpack__(**options)
     with sys.modules["torch"].cuda.device(array.device):
@@ -38,13 +38,13 @@ def capsule(array, options):
 
 
 def gathered(like, ranks, call):
-    """Room for `ranks` of `like`, along its first dimension."""
+    """A new array for `ranks` arrays like `like`, one after another along the first dimension."""
     shape = tuple(getattr(like, "shape", ()))
     return _new(like, (ranks * shape[0], *shape[1:]) if shape else (ranks,), call)
 
 
 def scattered(like, ranks, call):
-    """Room for one of `ranks` parts of `like`: of its rows where they can be divided so, else of its elements."""
+    """A new array for one of `ranks` equal parts of `like`: some of its rows if `ranks` divides their number, else a flat array of elements."""
     shape = tuple(getattr(like, "shape", ()))
     if shape and shape[0] % ranks == 0:
         return _new(like, (shape[0] // ranks, *shape[1:]), call)
@@ -52,12 +52,12 @@ def scattered(like, ranks, call):
 
 
 def flat(like, count, call):
-    """Room for `count` elements."""
+    """A new flat array of `count` elements, of the kind of `like`."""
     return _new(like, (count,), call)
 
 
 def alike(like, _, call):
-    """Room for as much as `like` is."""
+    """A new array of the kind and shape of `like`."""
     return _new(like, tuple(getattr(like, "shape", ())), call)
 
 

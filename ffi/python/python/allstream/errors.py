@@ -1,6 +1,6 @@
 """What goes wrong, as exceptions: each says what was being done, on which rank, what was expected and found, and what to do.
 
-All are `Error`, a `RuntimeError`. Their fields are those of the engine's error; a rank is one of the communicator that the error is about.
+All derive from `Error`, a `RuntimeError`. Their fields are those of the engine's error; `rank` and the like are ranks of the failed communicator.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class NotAnArray(Invalid, TypeError):
 
 
 class QueueFull(Error):
-    """As many calls of this communicator are unfinished as are kept (1,048,576 operations); wait for some, then call again."""
+    """This communicator has 1,048,576 unfinished operations, which is the limit; wait for some, then call again."""
 
 
 class Timeout(Error, _builtins.TimeoutError):
@@ -43,7 +43,7 @@ class PeerLost(Error, ConnectionError):
 
 
 class Link(Error, ConnectionError):
-    """A connection that carries data broke, and both of its ranks live: `kind`, `rank`, `peer`, `problem`."""
+    """A connection that carries data broke, although both of its ranks are alive: `kind`, `rank`, `peer`, `problem`."""
 
 
 class Mismatch(Error):
@@ -63,7 +63,7 @@ class Refused(Error, ConnectionError):
 
 
 class Unavailable(Error):
-    """Something that this needs is not on this machine: `what`, `problem`."""
+    """The call needs something that this machine does not have: `what`, `problem`."""
 
 
 class System(Error):
@@ -75,15 +75,15 @@ class Cuda(Error):
 
 
 class Library(Error):
-    """A library that takes collectives whole has failed: `library`, `rank`, `problem`."""
+    """A library that runs whole collectives, such as NCCL, has failed: `library`, `rank`, `problem`."""
 
 
 class Protocol(Error):
-    """A peer sent what no correct peer sends: `peer`, `problem`."""
+    """A peer sent something that breaks the protocol: `peer`, `problem`."""
 
 
 def made(kind: str, text: str, fields: dict) -> Error:
-    """An exception of the class of this name. The compiled module calls it."""
+    """Makes an exception of the class named `kind`, with `fields` as its attributes. The compiled module calls this."""
     exception = globals()[kind](text)
     for name, value in fields.items():
         setattr(exception, name, value)

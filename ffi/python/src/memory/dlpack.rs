@@ -1,4 +1,5 @@
-//! Tensors of torch's and of others', by DLPack: a table of C functions where the type has one, which costs no object, and a capsule else.
+//! Tensors of torch and other libraries, by DLPack: through the type's table of C functions if there is one, which makes no Python object,
+//! else through a capsule.
 
 use std::ffi::{c_int, c_void};
 use std::ptr::NonNull;
@@ -18,10 +19,10 @@ use super::cuda::OwnerOfMemory;
 use super::{CallStreams, Found, No, Tensor, aligned, pointer};
 use crate::in_flight::Use;
 
-/// What elements may be, for messages.
+/// The supported element types, for error texts.
 pub(super) const TYPES: &str = "allstream has bool, int8 to int64, uint8 to uint64, float16, bfloat16, float32, float64, float8_e4m3fn and float8_e5m2";
 
-/// The beginning of `DLPackExchangeAPI` of DLPack 1.2 (`dlpack.h`), a type's attribute `__dlpack_c_exchange_api__`.
+/// The first fields of `DLPackExchangeAPI` in the `dlpack.h` of DLPack 1.2. A tensor type's attribute `__dlpack_c_exchange_api__` is a capsule of it.
 #[repr(C)]
 pub(super) struct ExchangeApi {
     version: DLPackVersion,
@@ -29,19 +30,20 @@ pub(super) struct ExchangeApi {
     allocate: *const c_void,
     managed_from_object: *const c_void,
     managed_to_object: *const c_void,
-    /// Fills a tensor with what an object is, for as long as the object is there and unchanged.
+    /// Describes a Python object in a `DLTensor`. The description is valid while the object exists unchanged.
     tensor_from_object: Option<unsafe extern "C" fn(*mut c_void, *mut DLTensor) -> c_int>,
     current_stream: *const c_void,
 }
 
-/// The table of a capsule, if it is one that this module can use.
+/// The table in a capsule; `None` if it is no such capsule, or has no table that this module can use.
 pub(super) fn table(capsule: &Bound<'_, PyAny>) -> Option<NonNull<ExchangeApi>> {
     let mut at = pointer(capsule, c"dlpack_exchange_api")?.cast::<ExchangeApi>();
     loop {
-        // SAFETY: a capsule of this name has such a table, or an older one that it leads to, and the version comes first in all of them.
+        // SAFETY: a capsule of this name points to a table, and `previous` to a table of an older version, or is null. Tables of all versions begin
+        // with these two fields, and live as long as the process.
         let (version, previous) = unsafe { (at.as_ref().version, at.as_ref().previous) };
         if version.major == 1 {
-            // SAFETY: of this major version, whose layout is ours.
+            // SAFETY: the table is of major version 1, of which `ExchangeApi` has the layout.
             let has_it = unsafe { at.as_ref() }.tensor_from_object.is_some();
             return has_it.then_some(at);
         }
@@ -49,10 +51,10 @@ pub(super) fn table(capsule: &Bound<'_, PyAny>) -> Option<NonNull<ExchangeApi>> 
     }
 }
 
-/// Where a tensor's memory is, by its type's table.
+/// Asks the table of a tensor's type where the tensor's memory is.
 ///
 /// # Errors
-/// It cannot be used.
+/// The tensor cannot be used.
 pub(super) fn look(tensor: &Bound<'_, PyAny>, table: NonNull<ExchangeApi>) -> Result<Found, No> {
     let py = tensor.py();
     if let Some(needs) = tensor.getattr_opt(intern!(py, "requires_grad"))?
@@ -62,14 +64,14 @@ pub(super) fn look(tensor: &Bound<'_, PyAny>, table: NonNull<ExchangeApi>) -> Re
             .to_owned()
             .into());
     }
-    // Of a tensor that stands for the negatives of its memory.
+    // torch's `is_neg` is true for a tensor whose elements are the negatives of the numbers in its memory.
     if let Some(is_negative) = tensor.getattr_opt(intern!(py, "is_neg"))?
         && is_negative.call0()?.is_truthy()?
     {
         return Err("it stands for the negatives of its memory: give tensor.resolve_neg()".to_owned().into());
     }
     let mut filled = std::mem::MaybeUninit::<DLTensor>::zeroed();
-    // SAFETY: `Protocol::of` found the table at the object's own type, and it has the function. The GIL is held.
+    // SAFETY: `Protocol::of` found the table at the object's own type, so its function accepts the object. The GIL is held, and `filled` has room.
     let failed = unsafe {
         match table.as_ref().tensor_from_object {
             Some(fill) => fill(tensor.as_ptr().cast(), filled.as_mut_ptr()),
@@ -82,14 +84,17 @@ pub(super) fn look(tensor: &Bound<'_, PyAny>, table: NonNull<ExchangeApi>) -> Re
             None => "its library does not say where its memory is".to_owned().into(),
         });
     }
-    // SAFETY: the function has filled it, and every field of it is valid when zero.
+    // SAFETY: it was zeroed, and all zeros are a valid `DLTensor`; then the function has filled it.
     let about = unsafe { filled.assume_init() };
-    // SAFETY: the tensor's own numbers, which are there as long as it is there and unchanged: the GIL is held, and no Python has run since.
+    // SAFETY: `shape` and `strides` are the tensor's own. They are valid while the tensor exists unchanged, and it does: the GIL is held, and no
+    // Python code has run since.
     unsafe { found(&about) }
 }
 
+/// What a `DLTensor` says about a tensor's memory, checked.
+///
 /// # Safety
-/// `shape` and `strides` have `ndim` numbers each (or are null).
+/// `shape` and `strides` each point to `ndim` numbers, or are null.
 unsafe fn found(about: &DLTensor) -> Result<Found, No> {
     let device = match about.device {
         DLDevice { device_type: DL_CPU | DL_CUDA_HOST, .. } => None,
@@ -149,16 +154,16 @@ fn dtype(found: DLDataType) -> Result<DType, No> {
     })
 }
 
-/// The number of the CUDA device that an array is on, as its library tells it before it gives a capsule.
+/// The number of the CUDA device that an array is on, by its `__dlpack_device__`; `None` if it is on no CUDA device or has no such method.
 fn cuda_device(object: &Bound<'_, PyAny>) -> PyResult<Option<usize>> {
     let Some(tell) = object.getattr_opt(intern!(object.py(), "__dlpack_device__"))? else { return Ok(None) };
-    // The type is a number, or an enumeration's member.
+    // The device type is a number or a member of an enumeration.
     let (device_type, device_id) = tell.call0()?.extract::<(Bound<'_, PyAny>, usize)>()?;
     let is_cuda = device_type.call_method0(intern!(object.py(), "__int__"))?.extract::<i32>()? == DL_CUDA;
     Ok(is_cuda.then_some(device_id))
 }
 
-/// Asks for a capsule, in the order of a stream if that is given.
+/// Asks an array's library for a capsule of the array; if `stream` is given, one that may be used in the order of that stream.
 fn capsule<'py>(object: &Bound<'py, PyAny>, stream: Option<&DeviceStream>) -> PyResult<Bound<'py, PyAny>> {
     let py = object.py();
     let ask = |options: &Bound<'py, PyDict>| match stream {
@@ -172,16 +177,16 @@ fn capsule<'py>(object: &Bound<'py, PyAny>, stream: Option<&DeviceStream>) -> Py
     let old = options.copy()?;
     options.set_item(intern!(py, "max_version"), (1, 1))?;
     match ask(&options) {
-        // Of a time before there were versions.
+        // The library is older than DLPack's versions, and does not know the argument.
         Err(error) if error.is_instance_of::<pyo3::exceptions::PyTypeError>(py) => ask(&old),
         result => result,
     }
 }
 
-/// Takes a tensor by its capsule.
+/// Takes a tensor over in a capsule.
 ///
 /// # Errors
-/// It cannot be used; the producer has it back then.
+/// The tensor cannot be used. If it was taken already, it is given back to its library.
 pub(super) fn take(
     object: &Bound<'_, PyAny>,
     how: Use,
@@ -190,39 +195,39 @@ pub(super) fn take(
     let not_taken = |error: allstream::Error| No::Problem(error.to_string());
     let device = cuda_device(object)?;
     let stream = device.map(|ordinal| streams.of(ordinal)).transpose().map_err(|error| {
-        // Where there is no driver the error says which file was looked for.
+        // If there is no driver, the error says which file was looked for.
         No::Problem(format!("it is on CUDA device {}: {error}", device.unwrap_or(0)))
     })?;
     let capsule = capsule(object, stream.as_ref().map(|stream| stream.stream()))?;
     let (found, tensor) = if let Some(at) = pointer(&capsule, c"dltensor_versioned") {
         let managed = at.cast::<DLManagedTensorVersioned>();
-        // SAFETY: what a capsule of this name has, still owned by it; the version comes first in all of them.
+        // SAFETY: a capsule of this name points to such a structure, and still owns it. The structure begins with the version in all versions.
         let version = unsafe { managed.as_ref().version };
         if version.major != 1 {
             let DLPackVersion { major, minor } = version;
             return Err(format!("it is of DLPack {major}.{minor}, and only version 1 is known").into());
         }
-        // SAFETY: of this major version, whose layout is ours.
+        // SAFETY: the structure is of major version 1, of which `DLManagedTensorVersioned` has the layout.
         let (about, flags) = unsafe { (managed.as_ref().dl_tensor, managed.as_ref().flags) };
         if how == Use::Write && flags & FLAG_READ_ONLY != 0 {
             return Err("it is read-only, and the result is written there: give a copy".to_owned().into());
         }
-        // SAFETY: its numbers, which the capsule keeps.
+        // SAFETY: `shape` and `strides` are the structure's own, which the capsule keeps alive.
         let found = unsafe { found(&about) }?;
         used(&capsule, c"used_dltensor_versioned")?;
-        // SAFETY: the structure is ours alone from the renaming on. The engine takes no tensor that says it is read-only, as it does not know which
-        // operations only read; this one does (`Use::Read`).
+        // SAFETY: since the renaming this function alone owns the structure. (The flag is cleared because the engine refuses read-only tensors, not
+        // knowing which operations only read. If it is set here, this operation only reads: `Use::Write` was refused above.)
         unsafe { (*managed.as_ptr()).flags &= !FLAG_READ_ONLY };
-        // SAFETY: the capsule's tensor, which is ours from the renaming on, as DLPack says.
+        // SAFETY: by DLPack's rules the capsule's tensor belongs to this function since the renaming, and is handed on only once.
         (found, unsafe { DlTensor::from_versioned(managed.as_ptr()) }.map_err(not_taken)?)
     } else if let Some(at) = pointer(&capsule, c"dltensor") {
         let managed = at.cast::<DLManagedTensor>();
-        // SAFETY: as above.
+        // SAFETY: a capsule of this name points to such a structure, and still owns it.
         let about = unsafe { managed.as_ref().dl_tensor };
-        // SAFETY: as above.
+        // SAFETY: `shape` and `strides` are the structure's own, which the capsule keeps alive.
         let found = unsafe { found(&about) }?;
         used(&capsule, c"used_dltensor")?;
-        // SAFETY: as above.
+        // SAFETY: as for the versioned tensor above.
         (found, unsafe { DlTensor::from_legacy(managed.as_ptr()) }.map_err(not_taken)?)
     } else {
         return Err("its __dlpack__() gives no tensor of DLPack's".to_owned().into());
@@ -236,16 +241,16 @@ pub(super) fn take(
     Ok((found, Tensor { buf, stream }))
 }
 
-/// Renames a capsule, as whoever takes its tensor must.
+/// Renames a capsule, as DLPack demands of the code that takes the capsule's tensor.
 fn used(capsule: &Bound<'_, PyAny>, name: &'static std::ffi::CStr) -> PyResult<()> {
-    // SAFETY: a capsule, and a name that lives as long as the process.
+    // SAFETY: the object is a capsule, and the name lives as long as the process. The GIL is held.
     match unsafe { ffi::PyCapsule_SetName(capsule.as_ptr(), name.as_ptr()) } {
         0 => Ok(()),
         _ => Err(PyErr::fetch(capsule.py())),
     }
 }
 
-/// The tensor as a buffer whose type is known at run time.
+/// Makes the tensor a buffer whose element type is known only at run time.
 fn buffer(tensor: DlTensor, found: &Found, stream: Option<&DeviceStream>) -> Result<AnyBuf, No> {
     fn of<T: Element>(tensor: DlTensor, found: &Found, stream: Option<&DeviceStream>) -> Result<AnyBuf, No> {
         let Some(stream) = stream else {
@@ -254,9 +259,9 @@ fn buffer(tensor: DlTensor, found: &Found, stream: Option<&DeviceStream>) -> Res
         };
         let memory = ForeignMemory { pointer: found.start.addr() as u64, len: found.len, dtype: found.dtype };
         let owner = OwnerOfMemory(Some(Box::new(tensor)));
-        // SAFETY: the tensor, which the owner keeps, has `len` elements of this type one after another there, which its library lets work on this
-        // stream read and write until it is deleted: that is what DLPack asks of whoever is asked for a tensor in a stream's order. That nobody
-        // else touches them meanwhile the package asks of its users (`Memory`). The driver is asked whether the address is of this device.
+        // SAFETY: the owner keeps the tensor, which has `len` elements of this type there, one after another. Its library was asked for it in the
+        // order of `stream`; so, by DLPack, work on that stream may read and write the elements until the tensor is deleted. The package demands of
+        // its users that nobody else touches them meanwhile (`Memory`). `from_foreign` asks the driver whether the address is of this device.
         let made = unsafe { DeviceBuf::<T>::from_foreign(memory, stream, owner) };
         made.map(AnyBuf::new).map_err(|failed| No::Problem(failed.error.to_string()))
     }

@@ -1,4 +1,4 @@
-"""Real Ray, started once for all tests, and four actors that are used again by all tests which do not end them."""
+"""A real Ray cluster, started once for all tests, and four actors that all tests share which do not end their actors."""
 
 import itertools
 import os
@@ -17,10 +17,10 @@ try:
 except ImportError as missing:
     ray, collect_ignore_glob, _missing = None, ["test_*.py"], missing
 else:
-    # Before the test modules: a class that names the tensor transport needs to find it.
+    # Before the test modules are imported: their classes name the tensor transport, which must be registered by then.
     allstream.ray.register()
 
-# This module, by another name than its own: pytest loads other files of the name `conftest` after it.
+# This module. Its name in sys.modules does not stay: pytest loads other files with the name `conftest` later.
 _THIS = sys.modules[__name__]
 POOL = 4
 # How long any call of a test may take, in seconds.
@@ -29,12 +29,12 @@ _numbers = itertools.count()
 
 
 def pytest_report_header():
-    """Says why there are no tests of Ray here."""
+    """Says why the tests of Ray are skipped, if they are."""
     return f"tests/ray is skipped: {_missing}; pip install ray torch ./ffi/python" if ray is None else None
 
 
 def pytest_collection_modifyitems(items):
-    """Actors get the functions of test modules by value, as they cannot import the modules."""
+    """Makes Ray send the functions of test modules to actors by value, because actors cannot import these modules."""
     for module in {item.module for item in items if "tests/ray" in str(item.path)}:
         ray.cloudpickle.register_pickle_by_value(module)
     for item in items:
@@ -83,11 +83,11 @@ class Members:
         return [actor.do.remote(function, rank, *args) for rank, actor in enumerate(self.actors)]
 
     def all(self, function, *args):
-        """Runs `function(rank, *args)` on all, and returns what they return."""
+        """Runs `function(rank, *args)` on all actors, and returns their results by rank."""
         return ray.get(self.start(function, *args), timeout=PATIENCE)
 
     def errors(self, function, *args):
-        """What `function(rank, *args)` raises on each; None where it raises nothing."""
+        """Runs `function(rank, *args)` on all actors, and returns what each raises, or None."""
         found = []
         for ref in self.start(function, *args):
             try:
@@ -125,14 +125,14 @@ def fresh(cluster):
 
 @pytest.fixture
 def name():
-    """A group's name that no other test has, and a check that nothing is left under it."""
+    """A group's name that no other test uses. After the test, checks that nothing is left under it."""
     name = f"group-{next(_numbers)}"
     yield name
     assert left(name) == []
 
 
 def left(name):
-    """What is left of a group: keys, and Ray's detached actor."""
+    """What is left of a group: its keys in Ray's store, and Ray's detached actor."""
     from allstream.ray.store import all_keys
 
     keys = [key for key in all_keys() if f"/{name}/" in key]
@@ -145,7 +145,7 @@ def left(name):
 
 
 def warm():
-    """Imports in an actor what its first call of a group would import."""
+    """Imports in an actor what its first use of a group would import."""
     import torch  # noqa: F401
 
     import allstream.ray

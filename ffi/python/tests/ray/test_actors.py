@@ -1,4 +1,4 @@
-"""Groups in the ways that Ray's programs are built: async actors, sub-groups, and a job whose workers have an environment of its own."""
+"""Groups in the kinds of programs that Ray has: async actors, sub-groups, and a job whose workers have their own runtime environment."""
 
 import numpy as np
 import ray
@@ -8,7 +8,7 @@ PATIENCE = 90
 
 
 class Async:
-    """An actor on an event loop: all calls on it are under way at once."""
+    """An actor with an event loop, on which all its calls run concurrently."""
 
     def __init__(self, rank, name):
         import allstream.ray as col
@@ -34,7 +34,7 @@ class Async:
 
 
 def test_async_actors_with_two_calls_at_once(cluster, name):
-    """Each of the two waits in both groups at once, in another order, and in one of them twice at once."""
+    """Each actor waits in both groups at once, and the two begin in different orders. Then each has two calls in one group at once."""
     actors = [ray.remote(num_cpus=0)(Async).remote(rank, name) for rank in range(2)]
     first = [actors[0].sum.remote("a", 1.0, 2), actors[0].sum.remote("b", 2.0)]
     second = [actors[1].sum.remote("b", 20.0), actors[1].sum.remote("a", 10.0, 2)]
@@ -47,7 +47,7 @@ def test_async_actors_with_two_calls_at_once(cluster, name):
 
 
 def halves(rank, name):
-    """A communicator of the even ranks, and one of the odd ones, beside the group that they come from."""
+    """Splits the group into even and odd ranks, and uses this rank's half while the whole group is in use, too."""
     import allstream.ray as col
 
     half = col.get_group(name).comm().split(rank % 2, -rank)
@@ -67,7 +67,7 @@ def test_sub_groups(pool, group):
 
 
 def test_a_job_with_an_environment_of_its_own(tmp_path):
-    """Its workers run in a folder that Ray brings them, with modules and variables of the job, and `register()` holds beside that."""
+    """Workers run in a folder that Ray brings them, with the job's modules and environment variables; `register()` works beside that."""
     (tmp_path / "of_the_job.py").write_text(
         "import os\nimport allstream.ray as ar\nimport ray.util.collective as col\n"
         "def add(rank, name, x):\n"

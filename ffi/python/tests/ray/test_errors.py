@@ -1,4 +1,4 @@
-"""Errors where Ray raises them, of Ray's types, at once; and that nothing was submitted: the group works afterwards."""
+"""Bad calls raise at once, with the type of error that Ray raises, and submit nothing: the group works afterwards."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ SIZE = 4
 
 
 def raised(call):
-    """The type's names, as far as Python has them, and the message of what `call` raises."""
+    """What `call` raises: the names of its class and base classes, and its message."""
     try:
         call()
     except Exception as error:
@@ -30,7 +30,7 @@ def read_only():
     return x
 
 
-# What is called, on all ranks, and what it raises. `m` is a module: Ray's own, and ours, which must agree.
+# What all ranks call, and what that raises. `m` is the module: each case runs with Ray's and with ours, which must agree.
 CASES = {
     "no tensor": (lambda m, g, rank: m.allreduce([1, 2], g), "RuntimeError", "Unrecognized tensor type"),
     "no tensor to send": (lambda m, g, rank: m.send(3, (rank + 1) % SIZE, g), "RuntimeError", "Unrecognized tensor type"),

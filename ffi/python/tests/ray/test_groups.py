@@ -1,4 +1,4 @@
-"""How groups are made and ended: by the driver, by actors, by both; again after a failure; when a rank is missing, killed or stopped."""
+"""Groups are made and ended by the driver, by actors, or by both; again after a failure; and with a missing, killed or stopped rank."""
 
 import os
 import signal
@@ -76,7 +76,7 @@ def test_made_by_rays_experimental_function(pool, name):
 
 
 def destroy_collective_group_with_ray_system(destroy, pool, name):
-    """Ray destroys in a concurrency group that only actors with tensor transports have; the others refuse."""
+    """Ray destroys a group in a concurrency group of its actors, which only actors with tensor transports have. Others refuse: ask each actor."""
     try:
         destroy(name)
     except Exception:
@@ -118,7 +118,7 @@ def test_a_group_of_one(pool, name, helpers):
 def test_a_rank_that_never_comes(pool, name, helpers, missing):
     there = [rank for rank in range(3) if rank != missing]
     actors = {rank: pool.actors[rank] for rank in there}
-    # Long enough that the two who are there find each other on a busy machine: one that is found too late is named as missing, too.
+    # Long enough for the two ranks to find each other on a busy machine: a rank that is found too late is named as missing, too.
     ray.get([actor.do.remote(helpers.join, rank, 3, name, 6000) for rank, actor in actors.items()], timeout=90)
     began = time.monotonic()
     for rank, actor in actors.items():
@@ -126,10 +126,10 @@ def test_a_rank_that_never_comes(pool, name, helpers, missing):
             ray.get(actor.do.remote(summed, rank, name), timeout=90)
         assert f"rank {missing} did not come" in str(caught.value) and f"'{name}'" in str(caught.value)
         assert isinstance(caught.value.cause, errors.Rendezvous)
-    # By the group's time, not by the 30 s that a group has where none is given.
+    # Within the timeout that the group was given, and not the default of 30 s.
     assert time.monotonic() - began < 20
     wait_until_nothing_is_left(helpers, name)
-    # The same actors, with the one that was missing, can make the group again.
+    # The same actors can make the group again, together with the missing one.
     ray.get([actor.do.remote(helpers.leave, 0, name) for actor in actors.values()], timeout=90)
     three = helpers.Members(pool.actors[:3])
     three.all(helpers.join, 3, name)
@@ -138,7 +138,7 @@ def test_a_rank_that_never_comes(pool, name, helpers, missing):
 
 
 def test_a_rank_that_gave_up_before_rank_0_is_not_named_as_missing(pool, name, helpers):
-    """Rank 2 has come, found that rank 1 has not, and gone before rank 0's time is over."""
+    """Rank 2 comes, does not find rank 1, and gives up before the deadline of rank 0."""
     zero, two = pool.actors[0], pool.actors[2]
     ray.get(zero.do.remote(helpers.join, 0, 3, name, 12_000), timeout=90)
     ray.get(two.do.remote(helpers.join, 2, 3, name, 4000), timeout=90)
@@ -146,7 +146,7 @@ def test_a_rank_that_gave_up_before_rank_0_is_not_named_as_missing(pool, name, h
         with pytest.raises(TimeoutError, match="rank 1 did not come"):
             ray.get(actor.do.remote(summed, rank, name), timeout=90)
     ray.get([actor.do.remote(helpers.leave, 0, name) for actor in [zero, two]], timeout=90)
-    # All come, one after the other has gone: rank 0 says so.
+    # Ranks 1 and 2 both come, but rank 1 only after rank 2 has gone: rank 0 says so.
     ray.get(zero.do.remote(helpers.join, 0, 3, name, 14_000), timeout=90)
     ray.get(two.do.remote(helpers.join, 2, 3, name, 3000), timeout=90)
     with pytest.raises(TimeoutError, match="rank 1 did not come"):
@@ -168,7 +168,7 @@ def wait_until_nothing_is_left(helpers, name):
 
 @pytest.mark.parametrize("late", [0, 1])
 def test_attempts_that_do_not_overlap_and_then_do(pool, name, helpers, late):
-    """One rank gives up and starts anew while the other one's first try still waits: they meet in the second attempt."""
+    """The early rank gives up before the late one comes, then tries again while the late rank's first try waits: now they meet."""
     early = 1 - late
     first, second = pool.actors[early], pool.actors[late]
     ray.get(first.do.remote(helpers.join, early, 2, name, 600), timeout=90)
@@ -184,7 +184,7 @@ def test_attempts_that_do_not_overlap_and_then_do(pool, name, helpers, late):
 
 @pytest.mark.parametrize("killed", [0, 1])
 def test_killed_while_meeting_and_replaced(pool, fresh, name, helpers, killed):
-    """What a killed process left in the store leads nobody astray: a new process in its place is met."""
+    """The keys that a killed process has left in the store mislead nobody: the others meet the new process that takes its place."""
     victim, other = fresh(1).actors[0], 1 - killed
     ray.get(victim.do.remote(helpers.join, killed, 3, name), timeout=90)
     wait_for_keys(name, killed, victim, pool.actors[other], other, helpers)
@@ -197,7 +197,7 @@ def test_killed_while_meeting_and_replaced(pool, fresh, name, helpers, killed):
 
 
 def wait_for_keys(name, killed, victim, other_actor, other, helpers):
-    """Until the one that is to be killed, and the one that stays, have put their keys."""
+    """Joins the rank that stays, and waits until it and the rank that is to be killed have put their keys."""
     ray.get(other_actor.do.remote(helpers.join, other, 3, name), timeout=90)
     until = time.monotonic() + 30
     while len(helpers.left(name)) < 2 and time.monotonic() < until:
@@ -242,7 +242,7 @@ def test_killed_in_the_middle(pool, fresh, name, helpers, victim):
 def test_stopped_in_the_middle(pool, fresh, name, helpers):
     doomed = fresh(1).actors[0]
     pid = ray.get(doomed.pid.remote(), timeout=90)
-    # What a new process imports does not count: the deadline below is of the group, and short.
+    # Import first: the group's deadline below is short, and the imports of a new process would use it up.
     ray.get(doomed.do.remote(helpers.warm), timeout=90)
     members = helpers.Members([pool.actors[0], doomed])
     members.all(helpers.join, 2, name, 8000)
@@ -266,7 +266,7 @@ def test_sizes_that_differ(pool, name, helpers):
         with pytest.raises((ValueError, TimeoutError)) as caught:
             ray.get(pool.actors[rank].do.remote(summed, rank, name), timeout=90)
         assert "2" in str(caught.value) and "3" in str(caught.value)
-    # Well before the 30 s that each of them would wait for the other one.
+    # Well before the 30 s that each rank would otherwise wait for the other.
     assert time.monotonic() - began < 20
     wait_until_nothing_is_left(helpers, name)
     pool.all(helpers.leave, name)
@@ -305,13 +305,13 @@ def test_destroyed_while_meeting(pool, name, helpers):
     ray.get(actor.do.remote(helpers.join, 1, 2, name), timeout=90)
     began = time.monotonic()
     ray.get(actor.do.remote(helpers.leave, 1, name), timeout=90)
-    # Well before the 30 s that it would wait for rank 0.
+    # Well before the 30 s that rank 1 would otherwise wait for rank 0.
     assert time.monotonic() - began < 20
     wait_until_nothing_is_left(helpers, name)
 
 
 def test_many_groups(pool, name, helpers):
-    """A group costs nothing that stays: no descriptor, and no thread."""
+    """Groups that were destroyed leave no descriptor and no thread behind."""
 
     def cost(rank):
         return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))

@@ -1,4 +1,4 @@
-"""`import allstream.ray as col` in place of `import ray.util.collective as col`: all that a program changes."""
+"""A program need only replace `import ray.util.collective as col` by `import allstream.ray as col`."""
 
 import inspect
 
@@ -9,7 +9,7 @@ from test_register import script
 
 import allstream.ray
 
-# What the document by which Ray's collectives were designed has, and Ray's module has not (yet, or any more).
+# The functions that the design document of Ray's collectives has, and that Ray's module does not have (yet, or any more).
 OF_THE_DESIGN = [
     "declare_collective_group", "destroy_group", "gather", "scatter", "all_to_all", "allreduce_refs", "reduce_refs", "allgather_refs",
     "send_ref", "recv_ref",
@@ -21,7 +21,7 @@ def public(module):
 
 
 def functions(module):
-    """The public ones that are written there."""
+    """The names of the public functions that the module itself defines."""
     return {name for name, value in inspect.getmembers(module, inspect.isfunction) if value.__module__ == module.__name__ and name[0] != "_"}
 
 
@@ -39,7 +39,7 @@ def parameters(function):
 
 
 def test_every_function_takes_what_rays_takes():
-    """By position and by name, and where Ray's may be left out, ours may be."""
+    """Our functions begin with the parameters of Ray's, of the same names and kinds; any more that ours have may be left out."""
     differ = []
     for name in sorted(functions(ray.util.collective.collective)):
         of_ray, ours = getattr(ray.util.collective.collective, name), getattr(allstream.ray, name)
@@ -52,7 +52,7 @@ def test_every_function_takes_what_rays_takes():
 
 
 def test_programs_for_rays_backends_with_another_import():
-    """In one job, without `register()`: groups that actors make and that the driver declares, as the design document and its study do."""
+    """In one job, without `register()`: a group that the actors make, and one that the driver declares, as in the design document."""
     done = script("""
         import torch
         import allstream.ray as col

@@ -19,11 +19,11 @@ DESIGN = [
 
 
 def test_a_submitted_job(tmp_path):
-    """The design document's example, in a folder that Ray brings to the cluster, and with a variable of the job's."""
+    """Submits the design document's example, in a folder that Ray brings to the cluster, with an environment variable of the job."""
     pytest.importorskip("ray.dashboard.optional_deps", reason="the dashboard, which takes jobs, is not installed (ray[default])", exc_type=ImportError)
     shutil.copy(REPOSITORY / "ffi/python/examples/ray_design.py", tmp_path)
     (tmp_path / "program.py").write_text("import os, ray_design\nray_design.main()\nprint('of the job:', os.environ['OF_THE_JOB'])\n")
-    # The agent, which runs jobs, needs a port that the agent of the other tests' cluster does not have, and who submits jobs needs the cluster's secret.
+    # The agent of the new cluster, which runs its jobs, must not use the port of the agent of the other tests' cluster. Submitting needs the token.
     done = script(
         f"""
         import socket, subprocess, sys, time

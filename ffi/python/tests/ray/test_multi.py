@@ -56,13 +56,13 @@ def test_everything(two, name):
 
 
 def messages(rank, name):
-    """Rank 0 sends, in this order: from a device that it does not name to 2, to 1, and from device 1 to 0; rank 1 receives."""
+    """Rank 0 sends to the devices 2 and 1 of rank 1 without naming its own device, and from its device 1 to device 0. Rank 1 receives."""
     import threading
 
     import allstream.ray as ar
 
     if rank == 0:
-        # Each is sent by a thread, as rank 1 takes them in another order.
+        # A thread for each message, because rank 1 takes them in another order.
         sends = [
             threading.Thread(target=ar.send_multigpu, args=(torch.full((4,), 1.0), 1, 2, name)),
             threading.Thread(target=ar.send_multigpu, args=(torch.full((4,), 2.0), 1, 1, name)),
@@ -83,7 +83,7 @@ def messages(rank, name):
 
 
 def test_messages_find_their_devices_without_a_set_of_ranks(two, name):
-    """As the design document calls them, on tensors of the CPU: neither side knows its own device, or both do."""
+    """As in the design document, on CPU tensors. Either side may name its own device, or not."""
     assert two.all(messages, name)[1] == [3.0, 2.0, 1.0, 4.0]
 
 
@@ -139,7 +139,7 @@ def test_numbers_that_differ(two, name):
 
 
 def test_a_list_that_rays_own_function_gives(two, name):
-    """With cupy, Ray's `allreduce_multigpu` gives the group a list; so it is called here without cupy."""
+    """Ray's `allreduce_multigpu`, which needs cupy, gives the group a list of tensors. Here the group gets such a list without cupy."""
 
     def call(rank, name):
         from ray.util.collective import types

@@ -109,7 +109,7 @@ def test_allreduce_refs_as_in_the_design_document(three, name):
     refs = [actor.make.remote(actor_number) for actor_number, actor in enumerate([c, a, b])]
     results = allstream.ray.allreduce_refs(refs, name)
     assert get([actor.values.remote(ref) for actor, ref in zip([c, a, b], results)]) == [[3.0]] * 3
-    # In place: the refs that were given stand for the sums, too. And a result can go to another actor.
+    # In place: the refs that were passed in stand for the sums, too. And a result can be passed to another actor.
     assert get([actor.values.remote(ref) for actor, ref in zip([c, a, b], refs)]) == [[3.0]] * 3
     assert get(a.values.remote(results[0])) == [3.0]
 
@@ -185,7 +185,7 @@ def test_a_receiver_outside_the_group_is_an_error(three):
     began = time.monotonic()
     with pytest.raises(Exception, match="create_collective_group"):
         get(outsider.values.remote(ref))
-    # Ray itself gives a transfer up after 60 s.
+    # Ray itself would give up the transfer after 60 s.
     assert time.monotonic() - began < 30
     ray.kill(outsider)
 
@@ -195,7 +195,7 @@ def test_a_sender_that_is_killed(three, name, helpers):
     doomed = ray.remote(num_cpus=0)(Holder).remote(1)
     pair = f"{name}-pair"
     a = three[0]
-    # It runs before the two wait for each other.
+    # The actor runs before the two wait for each other in the group.
     pid = get(doomed.pid.remote())
     allstream.ray.create_collective_group([a, doomed], 2, [0, 1], group_name=pair, gloo_timeout=10_000)
     ref = doomed.large.remote(1 << 16)
@@ -217,12 +217,12 @@ def test_a_sender_that_is_killed(three, name, helpers):
 
 
 def on_system_thread(actor, function, group="_ray_system"):
-    """Runs `function(actor)` where Ray receives and sends the tensors of refs ("_ray_system"), or where it aborts that."""
+    """Runs `function(actor)` on the thread where Ray moves the tensors of refs ("_ray_system") or aborts that ("_ray_system_error")."""
     return actor.__ray_call__.options(concurrency_group=group).remote(function)
 
 
 def test_a_sender_that_fails_while_the_receiver_is_busy(three, name):
-    """Ray then aborts a transfer that has not begun at the receiver, which hears of it as soon as it begins."""
+    """Ray aborts the transfer before it has begun at the receiver. There it fails as soon as it begins."""
 
     def lose(actor):
         ray._private.worker.global_worker.rdt_manager.rdt_store._rdt_store.clear()
@@ -269,7 +269,7 @@ def test_a_receiver_that_fails_while_the_sender_is_busy(three, name):
 
 
 def test_a_transfer_that_is_aborted(three, name):
-    """What Ray does at its own deadline: the one who waits is free at once, and the group goes on."""
+    """Ray does this at its own deadline: the waiting receiver fails at once, and the group goes on."""
     from allstream.ray.transport import AllstreamMetadata, AllstreamRoute, AllstreamTransport
 
     route = AllstreamRoute(group=name, source=1, target=0, tag=(1 << 31) | 5)

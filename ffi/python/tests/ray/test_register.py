@@ -1,4 +1,4 @@
-"""How workers come to know the backend: each way in a job of its own."""
+"""The ways in which workers come to know the backend, each in a job of its own."""
 
 import json
 import subprocess
@@ -59,7 +59,7 @@ def test_before_init_and_again_after_shutdown():
 
 
 def test_the_transport_is_made_known_while_the_program_imports_rays_module():
-    """Ray does that on a thread of its own, which must wait for nothing that the program's thread is importing, nor break its import."""
+    """Ray registers it on a thread of its own. That must neither wait for what the program's thread is importing, nor break that import."""
     module = ray.experimental.rdt.util.transport_manager_info["ALLSTREAM"].transport_manager_class.__module__
     done = script(f"""
         import importlib, threading
@@ -122,7 +122,7 @@ def test_after_init():
 
 @pytest.mark.parametrize("first", ["allstream.ray.group", "allstream.ray.refs", "allstream.ray.calls", "ray.util.collective", "torch"])
 def test_whatever_is_imported_first(first):
-    """The parts import each other, and what they watch for."""
+    """The submodules import each other, and also the modules whose imports they watch; any order must work."""
     done = subprocess.run(
         [sys.executable, "-c", f"""
 import importlib, allstream.ray

@@ -1,4 +1,4 @@
-"""Ranks of torch.distributed as processes. torch's store is in the test's own process, so that its port is known and taken."""
+"""Ranks of torch.distributed as processes. The test's own process runs torch's store, so its port is known, and nobody else can take it."""
 
 import os
 import subprocess
@@ -57,7 +57,7 @@ class TorchJob(Processes):
         return super().ends(timeout)
 
     def outputs(self, timeout=DEADLINE):
-        """The lines that each rank has printed."""
+        """Waits until all ranks have ended, and returns the lines that each has printed."""
         return [text.splitlines() for text in super().outputs(timeout)]
 
 

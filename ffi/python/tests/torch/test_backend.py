@@ -1,4 +1,4 @@
-"""Every call of torch.distributed gives on "allstream" what it gives on "gloo"."""
+"""Every call of torch.distributed has the same result on the backend "allstream" as on "gloo"."""
 
 import importlib.metadata
 import subprocess
@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-# Runs on both backends; each line that it prints is compared, and what it asserts holds on both.
+# This program runs on both backends, and every line that it prints is compared.
 CALLS = """
 def show(name, *tensors):
     print(name, [tensor.tolist() for tensor in tensors])

@@ -1,4 +1,4 @@
-"""What torch has for those who look for a fault: DETAIL, the profiler, monitored_barrier; and groups that are destroyed and made again."""
+"""torch's tools for debugging (TORCH_DISTRIBUTED_DEBUG=DETAIL, the profiler, monitored_barrier), and groups that are destroyed and made again."""
 
 
 def test_detail_names_what_ranks_disagree_on(torch_job):

@@ -1,4 +1,4 @@
-"""Callbacks of futures that wait for other collectives, as communication hooks of DistributedDataParallel do, and what they are told of a failure."""
+"""Callbacks of futures may wait for other collectives, as communication hooks of DistributedDataParallel do; and failures reach futures and callbacks."""
 
 import pytest
 from test_training import both

@@ -1,4 +1,4 @@
-"""More of what torch builds on a backend, with Gloo's results: checkpoints, functional collectives, Join, split groups, torchrun's restarts."""
+"""More that torch builds on a backend: checkpoints, functional collectives, Join, split groups, torchrun's restarts, ways to meet."""
 
 import os
 import subprocess
@@ -72,7 +72,7 @@ never = fc.all_reduce(torch.ones(4), "sum", world)
 
 
 def torchrun(tmp_path, program, *options, first=""):
-    """Runs a program by torchrun; `first`: what it does before it imports torch, which takes long."""
+    """Runs a program by torchrun. `first` is code that runs before the program imports torch, which takes long."""
     path = tmp_path / "program.py"
     path.write_text(first + PRELUDE + program)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *options, str(path)]
@@ -95,7 +95,7 @@ sys.stdout.write(f"{threads} done\\n")
     assert ended.returncode == 0 and ended.stdout.count("done") == 2, ended.stderr
 
 
-@pytest.mark.timeout(240)  # torch is imported in three rounds, one after another.
+@pytest.mark.timeout(240)  # torch is imported in three rounds of processes, one after another.
 def test_torchruns_restarts_after_deaths_before_between_and_after_the_meeting(tmp_path):
     ended = torchrun(
         tmp_path,

@@ -13,14 +13,14 @@ pub use types::*;
 use crate::library::{Library, Unavailable, named_by};
 use table::Table;
 
-/// The environment variable that names the library. Where it does, no other file is tried.
+/// The environment variable that names the library's file. If it is set, no other file is tried.
 pub const LIBRARY_VARIABLE: &str = "ALLSTREAM_CUDA_LIBRARY";
 
-/// The driver: its functions, each as a method.
+/// The driver: each of its functions is a method.
 ///
-/// Methods are named as the functions are, without `cu`, and in the versions that [`Cuda::get`] documents. They are
-/// `unsafe` because the driver believes what it is given; each gives its output as a value, and every answer but success
-/// is a [`CudaError`]. Safe to share between threads, as the driver is.
+/// A method has the function's name without `cu`; its documentation gives the full name, with the version. Methods are
+/// `unsafe` where the driver trusts its arguments. A method returns the function's output, or writes several outputs through
+/// pointers; every answer but success is a [`CudaError`]. Threads may share the driver.
 pub struct Cuda {
     table: Table,
     file: String,
@@ -33,10 +33,10 @@ impl std::fmt::Debug for Cuda {
 }
 
 impl Cuda {
-    /// The driver of this process: found, looked through and initialised by the first call.
+    /// The driver of this process. The first call opens the library, looks up its functions and initialises it.
     ///
     /// Files tried: the one that `ALLSTREAM_CUDA_LIBRARY` names, and no other; else `libcuda.so.1`, `libcuda.so`. A driver of
-    /// CUDA 11 or newer has all that is required.
+    /// CUDA 11 or newer has all functions that are required.
     ///
     /// # Errors
     /// No such file, a file without a required function, or a driver whose `cuInit` fails (the stub of a toolkit; a
@@ -62,7 +62,7 @@ impl Cuda {
         Ok(cuda)
     }
 
-    /// The file that it was loaded from.
+    /// The file that the driver was loaded from.
     pub fn file(&self) -> &str {
         &self.file
     }
@@ -71,7 +71,7 @@ impl Cuda {
         if code == CuResult::SUCCESS { Ok(()) } else { Err(self.error(call, code)) }
     }
 
-    /// An answer, in the driver's words.
+    /// The error for an answer, in the driver's words.
     #[cold]
     fn error(&self, call: &'static str, code: CuResult) -> CudaError {
         let name = self.words(self.table.get_error_name, code);
@@ -91,11 +91,12 @@ impl Cuda {
         if answer != CuResult::SUCCESS || text.is_null() {
             return None;
         }
-        // SAFETY: on success the driver gives a string of its own that lives as long as it is loaded, for ever.
+        // SAFETY: on success `text` is a string of the driver's that ends in a null byte and lives as long as the driver is loaded; the
+        // driver is never unloaded.
         Some(unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned())
     }
 
-    /// A function that this driver does not have.
+    /// The error for a function that this driver does not have.
     #[cold]
     fn lacks(&self, call: &'static str) -> CudaError {
         CudaError {
@@ -118,13 +119,13 @@ impl Cuda {
         Ok(CStr::from_bytes_until_nul(&name).unwrap_or_default().to_string_lossy().into_owned())
     }
 
-    /// `cuMemGetInfo_v2`: bytes that are free on the device of the current context, and all that it has.
+    /// `cuMemGetInfo_v2`: how many bytes are free on the device of the current context, and how many the device has in all.
     ///
     /// # Errors
     /// The driver's, among them that no context is current.
     pub fn mem_info(&self) -> Result<(usize, usize), CudaError> {
         let (mut free, mut total) = (0, 0);
-        // SAFETY: both are written by the driver.
+        // SAFETY: each pointer is to room for the number that the driver writes there.
         unsafe { self.mem_get_info(&raw mut free, &raw mut total) }?;
         Ok((free, total))
     }
@@ -135,7 +136,7 @@ impl Cuda {
     /// The driver's, among them that no context is current.
     pub fn stream_priorities(&self) -> Result<(c_int, c_int), CudaError> {
         let (mut least, mut greatest) = (0, 0);
-        // SAFETY: both are written by the driver.
+        // SAFETY: each pointer is to room for the number that the driver writes there.
         unsafe { self.ctx_get_stream_priority_range(&raw mut least, &raw mut greatest) }?;
         Ok((least, greatest))
     }

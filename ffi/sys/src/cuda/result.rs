@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-/// What a function of the driver answers. A number: a newer driver may know more of them than this crate.
+/// What a function of the driver answers: a number and no enum, as a newer driver may have codes that this crate does not know.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 #[repr(transparent)]
 pub struct CuResult(pub i32);
@@ -44,6 +44,7 @@ codes! {
     220 CUDA_ERROR_NVLINK_UNCORRECTABLE NVLINK_UNCORRECTABLE;
     221 CUDA_ERROR_JIT_COMPILER_NOT_FOUND JIT_COMPILER_NOT_FOUND;
     222 CUDA_ERROR_UNSUPPORTED_PTX_VERSION UNSUPPORTED_PTX_VERSION;
+    226 CUDA_ERROR_CONTAINED CONTAINED;
     304 CUDA_ERROR_OPERATING_SYSTEM OPERATING_SYSTEM;
     400 CUDA_ERROR_INVALID_HANDLE INVALID_HANDLE;
     401 CUDA_ERROR_ILLEGAL_STATE ILLEGAL_STATE;
@@ -82,18 +83,18 @@ codes! {
 }
 
 impl CuResult {
-    /// Whether the context is beyond use after this: whatever is called in it answers the same until the process ends.
+    /// Whether the context is unusable after this code: until the process ends, every call in the context answers the same.
     pub fn is_sticky(self) -> bool {
-        matches!(self.0, 214 | 220 | 700 | 702 | 709 | 710 | 714..=719)
+        matches!(self.0, 214 | 220 | 226 | 700 | 702 | 709 | 710 | 714..=719 | 721 | 810 | 911)
     }
 
-    /// Whether the device, or this process's use of it, has to be given up: what is called there later fails, too.
+    /// Whether the device is lost, at least to this process: later calls on the device fail, too.
     pub fn is_of_a_lost_device(self) -> bool {
         self.is_sticky() || matches!(self, CuResult::DEVICE_UNAVAILABLE | CuResult::UNKNOWN)
     }
 
-    /// Whether it is a capture of a stream that stands in the way, in this thread or in another. It says nothing of the work
-    /// that was asked for, which may be asked for again.
+    /// Whether a call was refused because a stream is being captured into a graph, by this thread or another. The code says nothing
+    /// of the work that the call was about, and the call may be made again later.
     pub fn is_of_a_capture(self) -> bool {
         matches!(self.0, 900..=907)
     }
@@ -113,11 +114,11 @@ impl fmt::Debug for CuResult {
 pub struct CudaError {
     /// The function, as the driver exports it.
     pub call: &'static str,
-    /// What it answered.
+    /// The code that it answered.
     pub code: CuResult,
-    /// The name of that, in the driver's words; in ours where it has none.
+    /// The code's name: the driver's, or else this crate's.
     pub name: String,
-    /// What it means, in the driver's words.
+    /// What the code means, in the driver's words.
     pub text: String,
 }
 
@@ -140,5 +141,9 @@ mod tests {
         assert_eq!(CuResult(12345).name(), None);
         assert_eq!(format!("{:?}", CuResult(12345)), "CUDA result 12345");
         assert!(CuResult::ILLEGAL_ADDRESS.is_sticky() && !CuResult::OUT_OF_MEMORY.is_sticky());
+        assert!(
+            CuResult::CONTAINED.is_of_a_lost_device(),
+            "cuda.h: the process must be terminated and relaunched"
+        );
     }
 }

@@ -14,17 +14,17 @@ pub use types::*;
 use crate::library::{Attempt, Library, Unavailable};
 use table::Table;
 
-/// The environment variable that names the library. Where it does, no other file is tried.
+/// The environment variable that names the library's file. If it is set, no other file is tried.
 pub const LIBRARY_VARIABLE: &str = "ALLSTREAM_NCCL_LIBRARY";
-/// The first version whose communicators need not block their caller, as a person writes it.
+/// The first version that can make communicators which do not block their caller, as people write it.
 const NEEDED: &str = "2.14";
 
 type Result<T = ()> = std::result::Result<T, NcclError>;
 
 /// The library: the functions that are used, each as a method.
 ///
-/// Methods that are `unsafe` are so because the library believes what it is given. An answer but success, or in some cases
-/// [`NcclResult::IN_PROGRESS`], is a [`NcclError`].
+/// Methods are `unsafe` where the library trusts its arguments. Every answer but success is a [`NcclError`], except
+/// [`NcclResult::IN_PROGRESS`] of calls whose work may go on after they return.
 pub struct Nccl {
     table: Table,
     error_string: unsafe extern "C" fn(NcclResult) -> *const c_char,
@@ -40,14 +40,14 @@ impl fmt::Debug for Nccl {
 }
 
 impl Nccl {
-    /// The library of this process: found and looked through by the first call. Version 2.14 or newer.
+    /// The library of this process, in version 2.14 or newer. The first call finds the library and looks up its functions.
     ///
     /// Files tried: the one that `ALLSTREAM_NCCL_LIBRARY` names, and no other. Else `libnccl.so.2`; conda's package in `CONDA_PREFIX`; pip's
-    /// package `nvidia-nccl-cu12` or `-cu13` in the environments that `VIRTUAL_ENV` and `CONDA_PREFIX` name. In a Python interpreter
-    /// ([`look_in_packages`]) its own packages come first, unless a `libnccl.so.2` is loaded already. The first one that can be used is taken.
+    /// package `nvidia-nccl-cu12` or `-cu13` in the environments that `VIRTUAL_ENV` and `CONDA_PREFIX` name. In a Python interpreter the
+    /// interpreter's packages ([`look_in_packages`]) come first, unless a `libnccl.so.2` is loaded already. The first usable file is taken.
     ///
     /// # Errors
-    /// No such file, a file without a function that is used, or an older version. The answer is kept: later calls get the same.
+    /// No file can be used: each is missing, lacks a function, or is older. The answer is kept: later calls get the same.
     pub fn get() -> std::result::Result<&'static Nccl, &'static Unavailable> {
         static NCCL: OnceLock<std::result::Result<Nccl, Unavailable>> = OnceLock::new();
         NCCL.get_or_init(|| Nccl::open(&places::files())).as_ref()
@@ -60,7 +60,7 @@ impl Nccl {
             match Nccl::load(file) {
                 Ok(nccl) => return Ok(nccl),
                 Err(Unavailable::NotFound { tried: missing }) => tried.extend(missing),
-                // It says all by itself.
+                // If only one file is tried, its own error says everything.
                 Err(unfit) if files.len() == 1 => return Err(unfit),
                 Err(unfit) => tried.push(Attempt::new(file, &unfit.to_string())),
             }
@@ -74,9 +74,9 @@ impl Nccl {
         // SAFETY: the library exports this name as a function of this type (nccl.h).
         let get_version = unsafe { library.function::<GetVersion>("ncclGetVersion") }?;
         let mut version = 0;
-        // SAFETY: may be called at any time; room for a number.
+        // SAFETY: the function may be called at any time; `version` is room for its number.
         let answer = unsafe { get_version(&raw mut version) };
-        // Before the functions are looked up, some of which an older version lacks.
+        // The version is checked before the functions are looked up, as an older version lacks some of them.
         if answer != NcclResult::SUCCESS || version < NcclConfig::VERSION {
             let found = written(version);
             return Err(Unavailable::Version { file: file.to_owned(), found, needed: NEEDED });
@@ -90,7 +90,7 @@ impl Nccl {
         Ok(Nccl { table, error_string, last_error, file: library.file, version })
     }
 
-    /// The file that it was loaded from.
+    /// The file that the library was loaded from.
     pub fn file(&self) -> &str {
         &self.file
     }
@@ -109,7 +109,7 @@ impl Nccl {
         if code == NcclResult::SUCCESS { Ok(()) } else { Err(self.error(call, code)) }
     }
 
-    /// The same where the library may go on with it behind the call.
+    /// As `check`, for a call whose work the library may go on with after the call has returned.
     fn begun(&self, call: &'static str, code: NcclResult) -> Result {
         if code == NcclResult::IN_PROGRESS { Ok(()) } else { self.check(call, code) }
     }
@@ -130,24 +130,24 @@ impl Nccl {
         NcclError { call, code, text }
     }
 
-    /// What the library noted last of what went wrong in this process, which says more than a code.
+    /// The message of the last error that the library noted in this process. It says more than a code.
     fn last_error(&self) -> Option<String> {
         /// Bytes of the library's text, with the null byte at its end.
         const MOST: usize = 1024;
-        // SAFETY: takes no communicator (nccl.h), and gives a string that the library keeps, or null.
+        // SAFETY: by NCCL's documentation the communicator is unused and may be null; the answer is null or a string that the library keeps.
         let text = unsafe { self.last_error?(NcclComm::NULL) }.cast::<u8>();
         if text.is_null() {
             return None;
         }
-        // Another thread of the library's may write a new text there meanwhile. So it is read byte by byte, and to its room's end at most.
-        // SAFETY: within that room, or before the first null byte.
+        // Another thread of the library may write a new text there meanwhile. So the text is read byte by byte, at most `MOST` bytes.
+        // SAFETY: `at` is within the library's `MOST` bytes, and nothing behind the first null byte is read.
         let bytes = (0..MOST).map(|at| unsafe { text.add(at).read_volatile() });
         let bytes: Vec<u8> = bytes.take_while(|byte| *byte != 0).collect();
         let text = String::from_utf8_lossy(&bytes).trim().to_owned();
         (!text.is_empty()).then_some(text)
     }
 
-    /// `ncclGetUniqueId`: what the ranks of a new communicator find each other by.
+    /// `ncclGetUniqueId`: the id by which the ranks of a new communicator find each other.
     ///
     /// # Errors
     /// The library's.
@@ -156,14 +156,14 @@ impl Nccl {
         unsafe { self.get_unique_id() }
     }
 
-    /// `ncclCommInitRankConfig`, without waiting: [`async_error`](Self::async_error) says when the communicator is there. For the device
-    /// whose context is current.
+    /// `ncclCommInitRankConfig`, without waiting: [`async_error`](Self::async_error) says when the communicator is ready. It is for the
+    /// device whose context is current.
     ///
     /// # Errors
     /// The library's.
     pub fn init(&self, size: c_int, id: &NcclUniqueId, rank: c_int) -> Result<NcclComm> {
         let mut config = NcclConfig::NON_BLOCKING;
-        // SAFETY: a configuration that says how long it is; the library checks the numbers.
+        // SAFETY: `config` states its own size; the library checks the numbers.
         unsafe { self.comm_init_rank_config(size, *id, rank, &raw mut config) }
     }
 
@@ -173,16 +173,16 @@ impl Nccl {
     /// The communicator exists.
     ///
     /// # Errors
-    /// What has failed, or that it cannot be told.
+    /// What has failed, or why the library could not be asked.
     pub unsafe fn async_error(&self, comm: NcclComm) -> Result<NcclResult> {
         let mut state = NcclResult::SUCCESS;
-        // SAFETY: the caller's promise; room for a code.
+        // SAFETY: the communicator exists (the caller's promise); `state` is room for a code.
         unsafe { self.comm_get_async_error(comm, &raw mut state) }?;
         self.begun("ncclCommGetAsyncError", state).map(|()| state)
     }
 
-    /// Calls what `calls` does between `ncclGroupStart` and `ncclGroupEnd`: nothing of it begins before the end. Of the errors of all
-    /// calls, the first.
+    /// Runs `calls` between `ncclGroupStart` and `ncclGroupEnd`: none of the operations that `calls` asks for begins before the end. If
+    /// several calls fail, the first error is returned.
     ///
     /// # Errors
     /// The library's.
@@ -197,7 +197,7 @@ impl Nccl {
 
 /// A version, as a person writes it.
 fn written(code: c_int) -> String {
-    // Up to 2.8 with two digits less.
+    // Up to version 2.8 the major version counts thousands: 2804 is 2.8.4.
     let (major, rest) = match code {
         old if old < 10_000 => (old / 1000, old % 1000),
         new => (new / 10_000, new % 10_000),

@@ -6,14 +6,14 @@ use std::sync::Mutex;
 use super::LIBRARY_VARIABLE;
 use crate::library::{is_loaded, named_by};
 
-/// Where the package of pip (`nvidia-nccl-cu12`, `nvidia-nccl-cu13`) has the library, in a folder of Python packages.
+/// The path of the library in a folder of Python packages, if pip has installed it (`nvidia-nccl-cu12`, `nvidia-nccl-cu13`) there.
 const OF_PIP: &str = "nvidia/nccl/lib/libnccl.so.2";
 
-/// Folders of Python packages, in the order in which that Python looks through them.
+/// The package folders of the Python interpreter that runs, in the order in which it searches them. Empty in other programs.
 static PACKAGES: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
 
-/// Names folders of Python packages (`site-packages`) in which NCCL may be, as pip installs it. A Python package calls this with those of
-/// the interpreter that runs it, before anybody asks for the library.
+/// Adds folders of Python packages (`site-packages`) in which pip may have installed NCCL. allstream's Python package calls this with the
+/// folders of the interpreter that runs it, before anybody asks for the library.
 pub fn look_in_packages(folders: impl IntoIterator<Item = PathBuf>) {
     let mut packages = PACKAGES.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     for folder in folders {
@@ -29,7 +29,8 @@ pub(super) fn files() -> Vec<String> {
     listed(named_by, &packages, is_loaded(c"libnccl.so.2"))
 }
 
-/// The same, with an environment, the folders of the Python that runs, and whether the process has loaded a `libnccl.so.2` already.
+/// The files to be tried, given the environment's variables, the package folders of the Python interpreter that runs, and whether the
+/// process has loaded a `libnccl.so.2` already.
 ///
 /// A process has one `libnccl.so.2`: whoever asks for that name gets the file that was loaded first. So in an interpreter the file that torch
 /// would load comes before the system's, which may be too old for torch.

@@ -47,20 +47,20 @@ numbers! {
 pub struct NcclComm(pub *mut c_void);
 
 impl NcclComm {
-    /// None.
+    /// No communicator.
     pub const NULL: NcclComm = NcclComm(std::ptr::null_mut());
 }
 
-// SAFETY: an opaque name for something of the library's; the handle itself is never followed. That one thread at a time uses it
-// is what the `unsafe` of the functions is about.
+// SAFETY: the handle is an opaque pointer of the library, which this crate never dereferences. That one thread at a time uses the
+// communicator is for the callers of the functions to ensure, which are `unsafe`.
 unsafe impl Send for NcclComm {}
 
-/// What the ranks of a communicator find each other by.
+/// The id by which the ranks of a communicator find each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(C)]
 pub struct NcclUniqueId(pub [u8; 128]);
 
-/// `ncclConfig_t` as version 2.14 had it. Newer versions take it, and use what they would without for all that it lacks.
+/// `ncclConfig_t` as version 2.14 had it. Newer versions accept it, and use their defaults for the fields that it lacks.
 #[derive(Debug)]
 #[repr(C)]
 pub struct NcclConfig {
@@ -71,9 +71,9 @@ pub struct NcclConfig {
 }
 
 impl NcclConfig {
-    /// The version that has this, as the library numbers it.
+    /// The version whose `ncclConfig_t` this is, as the library numbers it.
     pub const VERSION: c_int = 21400;
-    /// Of communicators that never block their caller.
+    /// The configuration of communicators that never block their caller.
     pub const NON_BLOCKING: NcclConfig = NcclConfig {
         size: size_of::<NcclConfig>(),
         magic: 0xcafe_beef,
@@ -87,9 +87,9 @@ impl NcclConfig {
 pub struct NcclError {
     /// The function.
     pub call: &'static str,
-    /// What it answered.
+    /// The code that it answered.
     pub code: NcclResult,
-    /// What that means, in the library's words.
+    /// What the code means, in the library's words.
     pub text: String,
 }
 

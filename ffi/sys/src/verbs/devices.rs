@@ -1,4 +1,4 @@
-//! The devices of this host, and what they say of themselves: calls that nobody can make wrongly.
+//! The devices of this host and their attributes, by safe functions.
 
 use std::ffi::{CStr, c_int};
 use std::marker::PhantomData;
@@ -8,7 +8,7 @@ use std::ptr::NonNull;
 use super::types::{IbvContext, IbvDevice, IbvDeviceAttr, IbvGidEntry, IbvPortAttr, Transport};
 use super::{Verbs, VerbsError};
 
-/// More entries than a table of addresses has on any device: what a library says beyond that is not believed.
+/// More entries than the address table of any device has. If a device claims more, room for no more than this is made.
 const MOST_GIDS: usize = 1 << 16;
 
 /// The devices that the library has found.
@@ -23,10 +23,10 @@ impl Verbs {
     /// The devices of this host, as they are now.
     ///
     /// # Errors
-    /// The library's: above all where the kernel has no support for such devices.
+    /// The library's: above all that the kernel has no support for such devices.
     pub fn devices(&self) -> Result<Devices<'_>, VerbsError> {
         let mut count: c_int = 0;
-        // SAFETY: room for a number.
+        // SAFETY: `count` is room for a number.
         let list = unsafe { self.get_device_list(&raw mut count) }?;
         let gone = VerbsError { call: "ibv_get_device_list", code: 0 };
         let list = NonNull::new(list).ok_or(gone)?;
@@ -47,7 +47,7 @@ impl Devices<'_> {
 
     fn at(&self, at: usize) -> *mut IbvDevice {
         assert!(at < self.count, "device {at} of {}", self.count);
-        // SAFETY: the library says that so many pointers are there.
+        // SAFETY: `at` is less than `count`, the number of pointers that the library has put into the list.
         unsafe { self.list.as_ptr().add(at).read() }
     }
 
@@ -64,7 +64,7 @@ impl Devices<'_> {
         }
     }
 
-    /// What it speaks.
+    /// What transport a device uses, such as InfiniBand or iWARP.
     ///
     /// # Panics
     /// There is no such device.
@@ -73,10 +73,10 @@ impl Devices<'_> {
         Transport(unsafe { (*self.at(at)).transport_type })
     }
 
-    /// Opens one.
+    /// Opens a device.
     ///
     /// # Errors
-    /// The library's: this process may not, or the device is gone.
+    /// The library's: this process may not open the device, or the device is gone.
     ///
     /// # Panics
     /// There is no such device.
@@ -96,7 +96,7 @@ impl Drop for Devices<'_> {
     }
 }
 
-/// An open device. It is closed when this is dropped.
+/// An open device. It is closed when this value is dropped.
 #[derive(Debug)]
 pub struct Context<'a> {
     verbs: &'a Verbs,
@@ -105,37 +105,37 @@ pub struct Context<'a> {
 }
 
 impl Context<'_> {
-    /// Its limits, and how many ports it has.
+    /// The device's limits, and how many ports it has.
     ///
     /// # Errors
     /// The library's.
     pub fn attributes(&self) -> Result<IbvDeviceAttr, VerbsError> {
         let mut attributes = MaybeUninit::<IbvDeviceAttr>::zeroed();
-        // SAFETY: the device is open; room for what is written.
+        // SAFETY: the device is open; `attributes` is room for what is written.
         unsafe { self.verbs.query_device(self.context.as_ptr(), attributes.as_mut_ptr()) }?;
-        // SAFETY: numbers and arrays of numbers, for which zero is a value.
+        // SAFETY: `attributes` was zeroed, and has numbers and arrays of numbers, for which zero is a value.
         Ok(unsafe { attributes.assume_init() })
     }
 
-    /// A port, counted from 1.
+    /// The attributes of a port. Ports are counted from 1.
     ///
     /// # Errors
     /// The library's.
     pub fn port(&self, number: u8) -> Result<IbvPortAttr, VerbsError> {
         let mut attributes = IbvPortAttr::default();
-        // SAFETY: the device is open. The function of this version writes the structure as it was when the version was made; newer
-        // fields have been put behind those, and this one has them all.
+        // SAFETY: the device is open. The function in this version (`IBVERBS_1.1`) writes the structure as it was in that version;
+        // newer fields were put behind the old ones, and `IbvPortAttr` has all of them.
         unsafe { self.verbs.query_port(self.context.as_ptr(), number, &raw mut attributes) }?;
         Ok(attributes)
     }
 
-    /// The addresses of all its ports, at most so many.
+    /// The addresses of all ports of the device, at most `most`.
     ///
     /// # Errors
     /// The library's.
     pub fn gids(&self, most: usize) -> Result<Vec<IbvGidEntry>, VerbsError> {
         let mut entries = vec![IbvGidEntry::default(); most.min(MOST_GIDS)];
-        // SAFETY: the device is open; room for so many entries of this size. No flag is known.
+        // SAFETY: the device is open; `entries` is room for as many entries as are asked for, of the size that is given. The library knows no flag.
         let count = unsafe {
             self.verbs.query_gid_table(
                 self.context.as_ptr(),
@@ -151,7 +151,7 @@ impl Context<'_> {
 }
 
 impl Context<'_> {
-    /// The open device itself, which is not closed any more: whoever has it does that. It outlives the list that it is from.
+    /// The open device itself, which the caller has to close from now on. It may outlive the list that it was opened from.
     pub fn into_raw(self) -> NonNull<IbvContext> {
         let context = self.context;
         std::mem::forget(self);
@@ -161,7 +161,7 @@ impl Context<'_> {
 
 impl Drop for Context<'_> {
     fn drop(&mut self) {
-        // SAFETY: open, and closed once. Where that fails, nobody could do anything about it.
+        // SAFETY: the device is open, and is closed once. If closing fails, nothing can be done about it.
         let _ = unsafe { self.verbs.close_device(self.context.as_ptr()) };
     }
 }

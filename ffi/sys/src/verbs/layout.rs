@@ -1,14 +1,15 @@
-//! Holds the structures of [`types`](super::types) to the layout that C has for them.
+//! Tests that the structures of [`types`](super::types) have the layout that they have in C.
 //!
 //! The numbers are those that gcc 12 printed for rdma-core 44's `infiniband/verbs.h` on x86-64: Debian's `libibverbs-dev` 44.0-2. With
-//! `ALLSTREAM_TEST_FULL=1` the header that is installed is asked again, with a small program in C.
+//! `ALLSTREAM_TEST_FULL=1` the numbers are compared with the installed header as well, by compiling a small program in C.
 
 use std::mem::offset_of;
 use std::process::Command;
 
 use super::types::*;
 
-/// A structure's name in C, its size and alignment there and here, and of fields the path in C and the offset there and here.
+/// A structure's name in C; its size, in C and here; its alignment, in C and here; and for each field its path in C and its offset, in C
+/// and here.
 type Row = (&'static str, [usize; 2], [usize; 2], Vec<(&'static str, usize, usize)>);
 
 macro_rules! layouts {
@@ -24,7 +25,7 @@ macro_rules! layouts {
     };
 }
 
-// `IbvContext`, `IbvCq` and `IbvQp` have locks behind the fields that are declared: their sizes are their own affair, and not in this table.
+// `IbvContext`, `IbvCq` and `IbvQp` are not in this table: in C they have locks behind the fields that are declared here, so sizes differ.
 layouts! {
     IbvDevice ibv_device 664 8 {
         "node_type" 16 node_type; "transport_type" 20 transport_type; "name" 24 name; "dev_name" 88 dev_name;
@@ -88,7 +89,7 @@ layouts! {
     IbvAsyncEvent ibv_async_event 16 8 { "event_type" 8 event_type; }
 }
 
-/// The same of structures with a tail that is not declared.
+/// The rows of structures whose last fields are not declared here: only offsets are compared.
 fn tailed() -> Vec<Row> {
     let no_size = [0, 0];
     vec![
@@ -157,7 +158,7 @@ fn mtus_are_numbers_that_stand_for_bytes() {
     assert_eq!(format!("{:?}", PortState(77)), "PortState 77");
 }
 
-/// A program in C that fails to compile where the header disagrees with a number of the tables above.
+/// A program in C that fails to compile if the header disagrees with a number of the tables above or of `types.rs`.
 fn program() -> String {
     let mut text = String::from("#include <stddef.h>\n#include <infiniband/verbs.h>\n");
     let mut claim = |condition: String| {
@@ -216,7 +217,7 @@ fn the_header_that_is_installed_agrees() {
         Ok(output.status.success())
     };
     let agrees = compile(&program());
-    // A wrong number is found.
+    // A program with a wrong number must not compile.
     let disagrees = compile(&program().replace("sizeof(struct ibv_wc) == 48", "sizeof(struct ibv_wc) == 40"));
     std::fs::remove_dir_all(&folder).unwrap();
     match agrees {

@@ -18,13 +18,13 @@ pub use types::*;
 use crate::library::{Library, Unavailable, named_by};
 use table::Table;
 
-/// The environment variable that names the library. Where it does, no other file is tried.
+/// The environment variable that names the library's file. If it is set, no other file is tried.
 pub const LIBRARY_VARIABLE: &str = "ALLSTREAM_VERBS_LIBRARY";
 
 /// The library: the functions that are used, each as a method.
 ///
-/// Methods that carry the name of a function (without `ibv_`) are `unsafe`, because the library believes what it is given; what fails is a
-/// [`VerbsError`]. [`devices`](Verbs::devices) is safe. Any thread may call it, as any may call the library.
+/// Methods that have the name of a function (without `ibv_`) are `unsafe`, because the library trusts its arguments; a failure is a
+/// [`VerbsError`]. [`devices`](Verbs::devices) is safe. Any thread may call the methods, as any thread may call the library.
 pub struct Verbs {
     table: Table,
     file: String,
@@ -56,19 +56,19 @@ impl fmt::Display for VerbsError {
 
 impl std::error::Error for VerbsError {}
 
-/// What the last function on this thread that failed left as its reason.
+/// The reason that the last failed function has left on this thread (`errno`).
 fn errno() -> c_int {
     io::Error::last_os_error().raw_os_error().unwrap_or(0)
 }
 
 impl Verbs {
-    /// The library of this process: found and looked through by the first call.
+    /// The library of this process. The first call opens the library and looks up its functions.
     ///
-    /// Files tried: the one that `ALLSTREAM_VERBS_LIBRARY` names, and no other; else `libibverbs.so.1`. rdma-core 32 or newer has all that is
-    /// required.
+    /// Files tried: the one that `ALLSTREAM_VERBS_LIBRARY` names, and no other; else `libibverbs.so.1`. rdma-core 32 or newer has all
+    /// functions that are required.
     ///
     /// # Errors
-    /// No such file, or a file without a required function in the version that is meant. The answer is kept: later calls get the same.
+    /// No such file, or a file that lacks a required function in the required version. The answer is kept: later calls get the same.
     pub fn get() -> Result<&'static Verbs, &'static Unavailable> {
         static VERBS: OnceLock<Result<Verbs, Unavailable>> = OnceLock::new();
         VERBS.get_or_init(|| Verbs::open(&Verbs::files())).as_ref()
@@ -85,12 +85,12 @@ impl Verbs {
         Ok(Verbs { table, file: library.file })
     }
 
-    /// The file that it was loaded from.
+    /// The file that the library was loaded from.
     pub fn file(&self) -> &str {
         &self.file
     }
 
-    /// Of functions that answer 0, or the error's number, or -1 with the number in `errno`.
+    /// Checks the answer of a function that answers 0, or the error's number, or -1 with the number in `errno`.
     fn done(&self, call: &'static str, answer: c_int) -> Result<(), VerbsError> {
         match answer {
             0 => Ok(()),
@@ -99,17 +99,17 @@ impl Verbs {
         }
     }
 
-    /// Of functions that answer what they have made, or null with the error's number in `errno`.
+    /// Checks the answer of a function that answers what it has made, or null with the error's number in `errno`.
     fn made<T>(&self, call: &'static str, answer: *mut T) -> Result<*mut T, VerbsError> {
         if answer.is_null() { Err(VerbsError { call, code: errno() }) } else { Ok(answer) }
     }
 
-    /// Of functions that answer a text of the library's, or null.
+    /// Checks the answer of a function that answers a text of the library's, or null.
     fn told(&self, call: &'static str, answer: *const c_char) -> Result<*const c_char, VerbsError> {
         if answer.is_null() { Err(VerbsError { call, code: 0 }) } else { Ok(answer) }
     }
 
-    /// Of functions that answer how many, or the error's number below zero.
+    /// Checks the answer of a function that answers a count, or the negative of the error's number.
     fn counted(&self, call: &'static str, answer: isize) -> Result<isize, VerbsError> {
         match answer {
             0.. => Ok(answer),
@@ -117,7 +117,7 @@ impl Verbs {
         }
     }
 
-    /// Of functions that answer nothing, and do not fail.
+    /// For functions that answer nothing, and do not fail.
     fn went(&self, _call: &'static str, answer: ()) -> Result<(), VerbsError> {
         Ok(answer)
     }
@@ -149,7 +149,7 @@ mod tests {
         assert_eq!(error.to_string(), "ibv_open_device failed, and gave no reason");
     }
 
-    /// The library of the system, where there is one, has every function in the version that is meant.
+    /// The system's library, if there is one, has every function in the required version.
     #[test]
     fn the_system_s_library_has_what_is_needed() {
         if let Err(missing) = Library::open(&["libibverbs.so.1".into()]) {
@@ -158,7 +158,7 @@ mod tests {
         }
         let verbs = opened("libibverbs.so.1").unwrap();
         assert!(verbs.file().contains("libibverbs.so.1"), "{verbs:?}");
-        // SAFETY: takes any number.
+        // SAFETY: the function takes any number.
         let text = unsafe { verbs.wc_status_str(5) }.unwrap();
         // SAFETY: a text of the library's, which ends in a null byte.
         let text = unsafe { std::ffi::CStr::from_ptr(text) }.to_string_lossy();

@@ -1,5 +1,5 @@
-//! The calls that move data. In C they are inline functions of the header, which go through the table of the open device
-//! ([`IbvContextOps`](super::IbvContextOps)); so they do here.
+//! The calls that move data. In C they are inline functions of the header that call through the open device's table of functions
+//! ([`IbvContextOps`](super::IbvContextOps)); the methods here do the same.
 
 use std::ffi::c_int;
 use std::ptr;
@@ -7,33 +7,33 @@ use std::ptr;
 use super::types::{IbvCq, IbvQp, IbvRecvWr, IbvSendWr, IbvWc};
 use super::{Verbs, VerbsError};
 
-/// Of a device whose driver leaves a call out.
+/// The error of a call that the device's driver does not implement.
 fn missing(call: &'static str) -> VerbsError {
     VerbsError { call, code: libc::EOPNOTSUPP }
 }
 
 impl Verbs {
-    /// `ibv_post_send`: a request, or a list of them. Where it fails, those before the one that was refused are on their way.
+    /// `ibv_post_send`: posts a request, or a list of requests. If one of them is refused, those before it are posted all the same.
     ///
     /// # Safety
-    /// As the manual page asks: the queue pair exists, the list and what it names can be read. Memory that a request names (but with
-    /// `IBV_SEND_INLINE`) stays registered, and stays as it is, until the request's completion was seen, or the queue pair is destroyed.
+    /// As the manual page asks: the queue pair exists; the list and what it names can be read. Memory that a request names stays
+    /// registered and unchanged until the request's completion was seen or the queue pair is destroyed (with `IBV_SEND_INLINE` it need not).
     ///
     /// # Errors
     /// The driver's: `ENOMEM` where the queue is full.
     pub unsafe fn post_send(&self, pair: *mut IbvQp, request: *mut IbvSendWr) -> Result<(), VerbsError> {
         let mut bad = ptr::null_mut();
-        // SAFETY: the pair exists (the caller's promise), and so does the device that it is of.
+        // SAFETY: the pair exists (the caller's promise), and so does the open device that the pair was made on.
         let post = unsafe { (*(*pair).context).ops.post_send };
         let post = post.ok_or_else(|| missing("ibv_post_send"))?;
-        // SAFETY: the caller's promise; room for the request that is refused.
+        // SAFETY: the caller's promise; `bad` is room for the address of a refused request.
         self.done("ibv_post_send", unsafe { post(pair, request, &raw mut bad) })
     }
 
     /// `ibv_post_recv`.
     ///
     /// # Safety
-    /// As for [`post_send`](Verbs::post_send); the memory is written to.
+    /// As for [`post_send`](Verbs::post_send), but the device writes to the memory, which nobody else may use meanwhile.
     ///
     /// # Errors
     /// The driver's: `ENOMEM` where the queue is full.
@@ -46,7 +46,7 @@ impl Verbs {
         self.done("ibv_post_recv", unsafe { post(pair, request, &raw mut bad) })
     }
 
-    /// `ibv_poll_cq`: how many completions it has put there, the oldest first.
+    /// `ibv_poll_cq`: moves completions from the queue to `into`, the oldest first, and returns how many.
     ///
     /// # Safety
     /// The completion queue exists.
@@ -54,16 +54,17 @@ impl Verbs {
     /// # Errors
     /// The driver's.
     pub unsafe fn poll_cq(&self, queue: *mut IbvCq, into: &mut [IbvWc]) -> Result<usize, VerbsError> {
-        // SAFETY: the queue exists (the caller's promise), and so does the device that it is of.
+        // SAFETY: the queue exists (the caller's promise), and so does the open device that the queue was made on.
         let poll = unsafe { (*(*queue).context).ops.poll_cq };
         let poll = poll.ok_or_else(|| missing("ibv_poll_cq"))?;
         let most = c_int::try_from(into.len()).unwrap_or(c_int::MAX);
-        // SAFETY: room for so many.
+        // SAFETY: the queue exists, and `into` is room for `most` completions.
         let count = unsafe { poll(queue, most, into.as_mut_ptr()) };
-        usize::try_from(count).map_err(|_| VerbsError { call: "ibv_poll_cq", code: count.saturating_abs() })
+        // A negative count says that the queue cannot be read, and is not an error number.
+        usize::try_from(count).map_err(|_| VerbsError { call: "ibv_poll_cq", code: libc::EIO })
     }
 
-    /// `ibv_req_notify_cq`: the queue's channel is to tell of the next completion.
+    /// `ibv_req_notify_cq`: asks that the queue's channel gets an event at the next completion.
     ///
     /// # Safety
     /// The completion queue exists.
@@ -74,7 +75,7 @@ impl Verbs {
         // SAFETY: as in `poll_cq`.
         let notify = unsafe { (*(*queue).context).ops.req_notify_cq };
         let notify = notify.ok_or_else(|| missing("ibv_req_notify_cq"))?;
-        // SAFETY: the caller's promise. Any completion, not only of those that ask for it.
+        // SAFETY: the queue exists (the caller's promise). 0: the event is for any completion, not only for solicited ones.
         self.done("ibv_req_notify_cq", unsafe { notify(queue, 0) })
     }
 }

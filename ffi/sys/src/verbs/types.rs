@@ -1,15 +1,15 @@
 //! What the library and a program hand each other: structures as rdma-core's `infiniband/verbs.h` has them, field by field.
 //!
 //! Fields carry the header's names, and the header and the manual pages (`man ibv_post_send`) say what they mean. Enumerations are numbers here: a
-//! newer library may know more of them than this crate. Structures that the library makes, and whose end is its own affair, are
-//! declared as far as they are read, and only ever used behind a pointer. `layout.rs` holds sizes and offsets to the header's.
+//! newer library may know more of them than this crate. Structures that the library makes, and that end with fields of its own, are
+//! declared only as far as they are read, and used only behind a pointer. `layout.rs` compares sizes and offsets with the header's.
 #![allow(missing_docs)]
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
 
 use crate::numbers::numbers;
 
-/// A device that the library has found: the list of devices has one.
+/// A device that the library has found: an entry of the list of devices.
 #[repr(C)]
 pub struct IbvDevice {
     pub _ops: [*mut c_void; 2],
@@ -21,7 +21,7 @@ pub struct IbvDevice {
     pub ibdev_path: [c_char; 256],
 }
 
-/// What a program calls directly for speed: in C these calls are inline functions of the header.
+/// The functions that a program calls directly, for speed: in C, inline functions of the header call them.
 #[repr(C)]
 pub struct IbvContextOps {
     pub _before_alloc_mw: [*mut c_void; 7],
@@ -37,13 +37,13 @@ pub struct IbvContextOps {
     pub _after_post_recv: [*mut c_void; 5],
 }
 
-/// An open device. The library's own has more behind these fields.
+/// An open device. The library's structure has more fields behind these.
 #[repr(C)]
 pub struct IbvContext {
     pub device: *mut IbvDevice,
     pub ops: IbvContextOps,
     pub cmd_fd: c_int,
-    /// Readable where an event of the device's has come: [`Verbs::get_async_event`](super::Verbs::get_async_event).
+    /// Readable when an event of the device has come: [`Verbs::get_async_event`](super::Verbs::get_async_event).
     pub async_fd: c_int,
     pub num_comp_vectors: c_int,
 }
@@ -122,7 +122,7 @@ pub struct IbvPortAttr {
     pub port_cap_flags2: u16,
 }
 
-/// An address of a port: 16 bytes in the order of the network, aligned as the header's union is.
+/// An address of a port: 16 bytes in network byte order, aligned as the header's union is.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C, align(8))]
 pub struct IbvGid {
@@ -140,7 +140,7 @@ pub struct IbvGidEntry {
     pub ndev_ifindex: u32,
 }
 
-/// Of an address of another host's, what routers need.
+/// The part of a route to another host that routers need (the global routing header).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
 pub struct IbvGlobalRoute {
@@ -151,7 +151,7 @@ pub struct IbvGlobalRoute {
     pub traffic_class: u8,
 }
 
-/// The way to another host.
+/// The route to another host.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
 pub struct IbvAhAttr {
@@ -164,7 +164,7 @@ pub struct IbvAhAttr {
     pub port_num: u8,
 }
 
-/// How much a queue pair holds.
+/// How many requests a queue pair holds, and how large each may be.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
 pub struct IbvQpCap {
@@ -175,7 +175,7 @@ pub struct IbvQpCap {
     pub max_inline_data: u32,
 }
 
-/// What a queue pair is made of.
+/// With what attributes a queue pair is made.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct IbvQpInitAttr {
@@ -188,7 +188,7 @@ pub struct IbvQpInitAttr {
     pub sq_sig_all: c_int,
 }
 
-/// What a queue pair is changed to.
+/// To what attributes a queue pair is changed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
 pub struct IbvQpAttr {
@@ -239,7 +239,7 @@ pub struct IbvMwBindInfo {
     pub mw_access_flags: c_uint,
 }
 
-/// A request to open a window, by a call of its own.
+/// A request to open a window by the separate call `ibv_bind_mw`.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct IbvMwBind {
@@ -259,7 +259,7 @@ pub struct IbvSendWr {
     pub num_sge: c_int,
     pub opcode: c_uint,
     pub send_flags: c_uint,
-    /// In the order of the network; of an invalidation the key.
+    /// In network byte order. In a request to invalidate a key: the key.
     pub imm_data: u32,
     pub remote_addr: u64,
     pub rkey: u32,
@@ -289,7 +289,7 @@ pub struct IbvWc {
     pub opcode: c_uint,
     pub vendor_err: u32,
     pub byte_len: u32,
-    /// In the order of the network.
+    /// In network byte order.
     pub imm_data: u32,
     pub qp_num: u32,
     pub src_qp: u32,
@@ -322,14 +322,14 @@ pub struct IbvMw {
     pub kind: c_uint,
 }
 
-/// A protection domain: who may use which memory.
+/// A protection domain: a queue pair may use only memory of its own domain.
 #[repr(C)]
 pub struct IbvPd {
     pub context: *mut IbvContext,
     pub handle: u32,
 }
 
-/// What tells that completions have come, by a descriptor.
+/// A completion channel: its descriptor is readable when a completion queue has told it of a completion.
 #[repr(C)]
 pub struct IbvCompChannel {
     pub context: *mut IbvContext,
@@ -337,7 +337,7 @@ pub struct IbvCompChannel {
     pub refcnt: c_int,
 }
 
-/// A completion queue. The library's own has more behind these fields.
+/// A completion queue. The library's structure has more fields behind these.
 #[repr(C)]
 pub struct IbvCq {
     pub context: *mut IbvContext,
@@ -347,7 +347,7 @@ pub struct IbvCq {
     pub cqe: c_int,
 }
 
-/// A queue pair. The library's own has more behind these fields.
+/// A queue pair. The library's structure has more fields behind these.
 #[repr(C)]
 pub struct IbvQp {
     pub context: *mut IbvContext,
@@ -362,11 +362,11 @@ pub struct IbvQp {
     pub qp_type: c_uint,
 }
 
-/// An event of a device's.
+/// An event of a device.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct IbvAsyncEvent {
-    /// What it is about: a pointer, or the number of a port in its first four bytes.
+    /// What the event is about: a pointer, or in its first four bytes the number of a port.
     pub element: *mut c_void,
     pub event_type: c_uint,
 }
@@ -381,7 +381,7 @@ numbers! {
         4 ACTIVE IBV_PORT_ACTIVE;
         5 ACTIVE_DEFER IBV_PORT_ACTIVE_DEFER;
     }
-    /// [`IbvPortAttr::link_layer`]. On a device of InfiniBand alone an old driver leaves it unspecified.
+    /// [`IbvPortAttr::link_layer`]. Old drivers of devices that have only InfiniBand leave it unspecified.
     LinkLayer(u8) {
         0 UNSPECIFIED IBV_LINK_LAYER_UNSPECIFIED;
         1 INFINIBAND IBV_LINK_LAYER_INFINIBAND;
@@ -421,7 +421,7 @@ numbers! {
     QpType(c_uint) {
         2 RC IBV_QPT_RC;
     }
-    /// The fields of [`IbvQpAttr`] that are meant, as bits.
+    /// Which fields of [`IbvQpAttr`] a call changes, as bits.
     QpMask(c_uint) {
         0x1 STATE IBV_QP_STATE;
         0x8 ACCESS_FLAGS IBV_QP_ACCESS_FLAGS;
@@ -439,7 +439,7 @@ numbers! {
         0x20000 MAX_DEST_RD_ATOMIC IBV_QP_MAX_DEST_RD_ATOMIC;
         0x100000 DEST_QPN IBV_QP_DEST_QPN;
     }
-    /// What registered memory, or a queue pair, may be used for, as bits. It may always be read by its owner's requests.
+    /// What registered memory, or a queue pair, may be used for, as bits. This process's own requests may always read the memory.
     Access(c_uint) {
         0x1 LOCAL_WRITE IBV_ACCESS_LOCAL_WRITE;
         0x2 REMOTE_WRITE IBV_ACCESS_REMOTE_WRITE;
@@ -485,14 +485,14 @@ numbers! {
 }
 
 impl QpMask {
-    /// All of these.
+    /// All bits of these, as the library takes them.
     pub fn all(parts: &[QpMask]) -> c_int {
         parts.iter().fold(0, |all, part| all | part.0 as c_int)
     }
 }
 
 impl Mtu {
-    /// In bytes; `None` for a number that stands for none.
+    /// The size in bytes; `None` for a number that stands for no size.
     pub fn bytes(self) -> Option<u32> {
         (1..=5).contains(&self.0).then(|| 128 << self.0)
     }

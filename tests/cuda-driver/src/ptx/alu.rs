@@ -3,7 +3,7 @@
 
 use super::{Alu, floats};
 
-/// Makes a function for each type of whole numbers; `T` is that type in it.
+/// Makes a function for each of the types that are named; `T` is that type in it.
 macro_rules! for_type {
     ($kind:expr, $run:expr; $($names:pat => $type:ty),*) => {
         match $kind {
@@ -29,7 +29,7 @@ macro_rules! bits {
     };
 }
 
-/// The function of a name, split at its dots: those that give one value for up to three.
+/// The function of an instruction's name, split at its dots: for instructions that compute one value from up to three.
 pub(crate) fn function(parts: &[&str]) -> Option<Alu> {
     let (name, rest) = parts.split_first()?;
     let (kind, rest) = rest.split_last()?;
@@ -97,7 +97,7 @@ fn logic(name: &str) -> Option<Alu> {
     })
 }
 
-/// By as much as the type has bits, or more, all are gone; or all are the sign.
+/// A shift by the width of the type or more leaves zeros, or of a signed type copies of the sign.
 fn shift_right(kind: &str) -> Option<Alu> {
     match kind {
         "s16" => Some(|a, b, _| (a as i16 >> (b as u32).min(15)) as u64),
@@ -148,7 +148,7 @@ fn funnel(direction: &str, mode: &str, kind: &str) -> Option<Alu> {
     }
 }
 
-/// Bits from a place on, so many, with the sign of the highest.
+/// `bfe`: takes `length` bits from bit `from` on; if signed, the highest of them fills the bits above.
 fn extract(kind: &str) -> Option<Alu> {
     fn field(value: u64, width: u32, from: u64, length: u64, signed: bool) -> u64 {
         let (from, length) = ((from & 255) as u32, (length & 255) as u32);
@@ -171,7 +171,7 @@ fn extract(kind: &str) -> Option<Alu> {
     })
 }
 
-/// Four bytes, chosen of eight; the fourth bit of a choice takes the byte's sign instead.
+/// `prmt`: four bytes, each chosen from eight; if the fourth bit of a choice is set, copies of that byte's sign bit instead.
 fn permute(a: u64, b: u64, choices: u64) -> u64 {
     let bytes = (u64::from(b as u32) << 32 | u64::from(a as u32)).to_le_bytes();
     let chosen = [0, 4, 8, 12].map(|shift| {
@@ -182,7 +182,7 @@ fn permute(a: u64, b: u64, choices: u64) -> u64 {
     u32::from_le_bytes(chosen).into()
 }
 
-/// `lop3`: each bit of the table is the result for three bits.
+/// `lop3`: each bit of the table is the result for one combination of three bits.
 pub(crate) fn lookup(a: u64, b: u64, c: u64, table: u8) -> u64 {
     (0..8).filter(|index| table >> index & 1 != 0).fold(0, |result, index| {
         let pick = |value: u64, bit: u8| if index & bit != 0 { value } else { !value };
@@ -190,7 +190,7 @@ pub(crate) fn lookup(a: u64, b: u64, c: u64, table: u8) -> u64 {
     })
 }
 
-/// A comparison, split at its dots behind `setp`: how, and of what type.
+/// What `setp` compares with: how, and values of what type.
 pub(crate) fn comparison(how: &str, kind: &str, ftz: bool) -> Option<Alu> {
     if matches!(kind, "f32" | "f64") {
         return floats::comparison(how, kind, ftz);
@@ -224,7 +224,7 @@ pub(crate) fn comparison(how: &str, kind: &str, ftz: bool) -> Option<Alu> {
     }
 }
 
-/// How a comparison goes together with another predicate.
+/// How `setp` combines a comparison with another predicate.
 pub(crate) fn combination(name: &str) -> Option<Alu> {
     logic(name)
 }

@@ -21,17 +21,17 @@ enum Symbol {
 /// A kernel while it is read.
 pub(super) struct Body<'a> {
     symbols: BTreeMap<&'a str, Symbol>,
-    /// Registers that were declared together: by their prefix, the first one's slot and how many.
+    /// Registers that were declared together: by their prefix, the first one's slot and how many there are.
     ranges: BTreeMap<&'a str, (Slot, usize)>,
     labels: BTreeMap<&'a str, u32>,
-    /// Branches whose label was not there yet: the step, the label, the line.
+    /// All branches, until all labels are known: the step, and the label with its line.
     open: Vec<(usize, Word<'a>)>,
     constants: BTreeMap<u64, Slot>,
     global_slots: BTreeMap<usize, Slot>,
     entry: Entry,
 }
 
-/// An operand list, split at its commas: words of each.
+/// The words of one operand; operands are split at their commas.
 type Operand<'a> = Vec<Word<'a>>;
 
 impl<'a> Body<'a> {
@@ -70,7 +70,7 @@ impl<'a> Body<'a> {
                 cursor.take(",");
             }
         }
-        // `.maxntid`, `.minnctapersm` and the like: hints for the real thing.
+        // `.maxntid`, `.minnctapersm` and the like: hints for a real compiler, which change nothing here.
         while let Some(word) = cursor.peek().filter(|word| word.text != "{") {
             if !word.text.starts_with('.') && word.text != "," && integer(word.text).is_none() {
                 return Err(Refused::new(word.line, format!("`{}` is not understood", word.text)));
@@ -222,7 +222,7 @@ impl<'a> Body<'a> {
             }
             ("ret" | "exit", []) => Step::Exit,
             ("trap", []) => Step::Trap,
-            // Nobody else runs meanwhile.
+            // Threads run one after another, so these have nothing to do.
             ("membar" | "fence" | "prefetch" | "prefetchu" | "nanosleep", _) => return Ok(None),
             ("ld", [to, from]) => self.load(name, modes, to, from)?,
             ("st", [to, from]) => self.store(name, modes, to, from)?,
@@ -302,7 +302,7 @@ impl<'a> Body<'a> {
         Ok(Step::Compare { run, to, contrary, from, combine: combined, with, with_not })
     }
 
-    /// What `ld` and `st` say of the access: the space, how many values, of what type.
+    /// What the name of an `ld` or `st` says: the space, the number of values, their size in bytes and their type.
     fn access<'m>(&self, name: Word<'a>, modes: &[&'m str]) -> Parsed<(Space, u8, u8, &'m str)> {
         let unknown =
             |what: &str| Refused::new(name.line, format!("`{}`: `{what}` is not understood", name.text));
@@ -387,7 +387,7 @@ impl<'a> Body<'a> {
         })
     }
 
-    /// The words of `{a, b}`, or the one of `a`.
+    /// The words `a` and `b` of `{a, b}`, or the single word of `a`.
     fn list(&self, name: Word<'a>, operand: &Operand<'a>, count: u8) -> Parsed<Vec<Word<'a>>> {
         let inner = match &operand[..] {
             [open, inner @ .., close] if open.text == "{" && close.text == "}" => inner,
@@ -434,7 +434,7 @@ impl<'a> Body<'a> {
         found.ok_or_else(|| Refused::new(word.line, format!("no register `{}`", word.text)))
     }
 
-    /// A register to write. `_` is for what nobody wants.
+    /// The register that an instruction writes. `_` stands for a result that is not wanted.
     fn target(&mut self, name: Word<'a>, operand: &Operand<'a>) -> Parsed<Slot> {
         let [word] = operand[..] else {
             return Err(Refused::new(name.line, format!("`{}`: no place for its result", name.text)));
@@ -470,7 +470,7 @@ impl<'a> Body<'a> {
         }
         let wide = alu::size(kind) == Some(8);
         let whole = integer(word.text).map(|value| match kind {
-            // A whole number where a float is due.
+            // A whole number where a float is expected.
             "f32" => u64::from((value as f32).to_bits()),
             "f64" => (value as f64).to_bits(),
             _ if minus => value.wrapping_neg(),

@@ -12,7 +12,7 @@ pub(crate) enum Kind {
     F64,
 }
 
-/// To which neighbour.
+/// To which neighbour a value is rounded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Round {
     Nearest,
@@ -26,7 +26,7 @@ pub(crate) struct Convert {
     to: Kind,
     from: Kind,
     round: Round,
-    /// To a whole number, of whatever type.
+    /// Round to a whole number, even if the result is a float.
     whole: bool,
     ftz: bool,
     saturate: bool,
@@ -92,7 +92,8 @@ impl Kind {
 }
 
 impl Convert {
-    /// By the parts of the name behind `cvt`. Conversions that must round have to say how; the others may not.
+    /// By the parts of the name behind `cvt`. Conversions that can be inexact must name a rounding; the others must not, unless
+    /// they round a float to a whole number.
     pub(crate) fn new(parts: &[&str]) -> Option<Self> {
         let [modes @ .., to, from] = parts else { return None };
         let (to, from) = (Kind::new(to)?, Kind::new(from)?);
@@ -166,7 +167,7 @@ impl Convert {
         match self.to {
             Kind::F64 => (value as f64).to_bits(),
             Kind::F32 => (value as f32).to_bits().into(),
-            // Up to 64 bits into 11: what lies below the double's last bit must still break ties.
+            // Up to 64 bits are rounded to 11 or fewer, by way of a double: what the double has lost must still break ties.
             _ => {
                 let double = value as f64;
                 let lost = (value - double as i128).signum();
@@ -191,7 +192,8 @@ impl Convert {
         }
     }
 
-    /// What is too large becomes the largest; a NaN zero, or where 64 bits are involved, the sign alone.
+    /// A value out of range becomes the nearest limit. A NaN becomes 0, or if the source is `f64` or the target has 64 bits, the highest
+    /// bit alone.
     fn whole_of(self, value: f64) -> u64 {
         let (least, most) = self.to.limits();
         let wide = matches!(self.to, Kind::Unsigned(64) | Kind::Signed(64)) || self.from == Kind::F64;
@@ -205,7 +207,7 @@ impl Convert {
     }
 }
 
-/// The next double: away from zero if `away` and the number agree.
+/// The next larger double if `up`, else the next smaller one.
 fn nudge(value: f64, up: bool) -> f64 {
     let bits = value.to_bits();
     f64::from_bits(if (value > 0.0) == up { bits + 1 } else { bits - 1 })
@@ -231,7 +233,7 @@ fn half(bits: u16) -> f64 {
     if bits >> 15 == 0 { size } else { -size }
 }
 
-/// A float of fewer bits: rounded once. A NaN is the one with all bits set, as 16 and 32 bits have it.
+/// A float of fewer bits, rounded once. A NaN becomes the one with all bits set but the sign, as in PTX of 16 and 32 bits.
 pub(crate) fn narrow(value: f64, to: Kind, round: Round) -> u64 {
     let fraction = to.precision();
     let exponents = if to == Kind::F16 { 5 } else { 8 };
@@ -245,7 +247,7 @@ pub(crate) fn narrow(value: f64, to: Kind, round: Round) -> u64 {
         return sign | top;
     }
     let least = 2 - (1 << (exponents - 1));
-    // As a whole number of 2^(exponent - 52); doubles that are subnormal lie far below anything here.
+    // The value is `digits` times 2^(exponent - 52); subnormal doubles are far smaller than any number of the target.
     let biased = (bits >> 52 & 0x7ff) as i32;
     let digits = bits & ((1 << 52) - 1) | u64::from(biased != 0) << 52;
     let exponent = biased.max(1) - 1023;
@@ -259,7 +261,7 @@ pub(crate) fn narrow(value: f64, to: Kind, round: Round) -> u64 {
         Round::Down => negative && rest > 0,
         Round::Up => !negative && rest > 0,
     };
-    // The leading one, if there is one, counts as a step of the exponent.
+    // The leading one bit of `kept`, if it is there, adds 1 to the exponent.
     let magnitude = ((exponent.max(least) - least) as u64).wrapping_shl(fraction) + kept + u64::from(up);
     if magnitude < top {
         return sign | magnitude;

@@ -27,7 +27,7 @@ fn get64(bits: u64) -> f64 {
     f64::from_bits(bits)
 }
 
-/// 0 to 1; a NaN becomes 0.
+/// Clamps a value to the range from 0 to 1; a NaN becomes 0.
 pub(crate) fn saturate(value: f64) -> f64 {
     if value > 0.0 { value.min(1.0) } else { 0.0 }
 }
@@ -50,7 +50,7 @@ fn greatest(a: f64, b: f64, strict: bool) -> f64 {
 
 fn arithmetic32<const FTZ: bool>(name: &str, parts: &[&str]) -> Option<Alu> {
     let has = |part: &str| parts.contains(&part);
-    // `.sat`: over the plain result.
+    // `.sat` clamps the plain result.
     macro_rules! saturating {
         ($run:expr) => {
             if has("sat") {
@@ -110,8 +110,8 @@ fn arithmetic64(name: &str) -> Option<Alu> {
     })
 }
 
-/// The arithmetic of floats: `parts` are those of the name, of which every one must be known. Another rounding than to
-/// the nearest is not, nor are the approximations, whose results differ from one device to the next.
+/// The arithmetic of floats: `parts` are those of the name, and every one must be known. Roundings other than to the nearest are
+/// not known, nor are the approximations, whose results differ from one device to the next.
 pub(crate) fn arithmetic(parts: &[&str]) -> Option<Alu> {
     let (name, rest) = parts.split_first()?;
     let (kind, rest) = rest.split_last()?;
@@ -124,7 +124,7 @@ pub(crate) fn arithmetic(parts: &[&str]) -> Option<Alu> {
         "NaN" => *kind == "f32" && matches!(*name, "min" | "max"),
         _ => false,
     });
-    // Without a rounding these are approximate, or none at all.
+    // Without a rounding, the names of these mean approximations, or nothing at all.
     let exact = rest.contains(&"rn") || !matches!(*name, "div" | "rcp" | "sqrt" | "fma" | "mad");
     match *kind {
         _ if !known || !exact => None,

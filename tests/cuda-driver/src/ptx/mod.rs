@@ -1,7 +1,7 @@
 //! An interpreter of PTX: enough of it for kernels that compute without talking to each other.
 //!
-//! A module's text becomes steps once; a step names registers by their slots and holds a plain function. Threads run one
-//! after another. What is not understood is refused when the module is loaded, by its line and its name.
+//! A module's text is turned into steps when it is loaded; a step names registers by their slots and holds a plain function.
+//! Threads run one after another. What is not understood is refused at loading, with its line and its name.
 
 mod alu;
 mod body;
@@ -16,7 +16,7 @@ mod text;
 pub(crate) use parse::{Constant, Entry, Module, parse};
 pub(crate) use run::{Launch, View, run};
 
-/// Why a text is no module for us.
+/// Why a module's text was refused.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Refused {
     pub(crate) line: usize,
@@ -29,14 +29,14 @@ impl Refused {
     }
 }
 
-/// What a step computes: of up to three values, in the low bits of words. A function looks at no more bits than its
-/// types have, so what is above them does not matter.
+/// What a step computes from up to three values, which lie in the low bits of words. A function looks at no more bits than its
+/// types have, so the bits above do not matter.
 pub(crate) type Alu = fn(u64, u64, u64) -> u64;
 
 /// A register's place. Constants and special registers have one too.
 pub(crate) type Slot = u32;
 
-/// 1, for steps that are always taken.
+/// The slot that holds 1: the guard of steps that are always taken.
 pub(crate) const ONE: Slot = 0;
 pub(crate) const ZERO: Slot = 1;
 /// `%tid`, `%ntid`, `%ctaid`, `%nctaid`, three each.
@@ -44,7 +44,7 @@ pub(crate) const SPECIAL: Slot = 2;
 pub(crate) const LANE: Slot = 14;
 pub(crate) const FIRST_FREE: Slot = 15;
 
-/// Where a thread sees its local memory: where nothing else is.
+/// The address at which a thread sees its local memory; nothing else lies there.
 pub(crate) const LOCAL: u64 = 0x10_0000;
 pub(crate) const MOST_LOCAL: usize = 64 << 10;
 
@@ -62,7 +62,7 @@ pub(crate) enum Step {
         to: Slot,
         from: [Slot; 3],
     },
-    /// A comparison, combined with another predicate; and the contrary, if it is wanted.
+    /// A comparison, combined with another predicate. `contrary` gets the contrary comparison, combined likewise.
     Compare {
         run: Alu,
         to: Slot,
@@ -88,7 +88,7 @@ pub(crate) enum Step {
         base: Slot,
         offset: i64,
     },
-    /// Several registers of so many bits into one, and back.
+    /// `Pack` puts `count` registers of `bits` bits into one, `Unpack` takes them out of one.
     Pack {
         bits: u8,
         count: u8,
@@ -101,7 +101,7 @@ pub(crate) enum Step {
         to: [Slot; 4],
         from: Slot,
     },
-    /// Bit by bit, by a table for three bits.
+    /// `lop3`: the table gives each bit of the result for the three bits of the operands.
     Lookup {
         table: u8,
         to: Slot,
@@ -119,7 +119,7 @@ pub(crate) enum Step {
 
 #[derive(Clone, Debug)]
 pub(crate) struct Inst {
-    /// Taken if this register's lowest bit is `wanted`.
+    /// The step is taken if this register's lowest bit is `wanted`.
     pub(crate) guard: Slot,
     pub(crate) wanted: u64,
     pub(crate) step: Step,

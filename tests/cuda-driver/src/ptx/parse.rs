@@ -4,7 +4,7 @@ use super::body::Body;
 use super::text::{Word, float, integer, words};
 use super::{Inst, Refused, Slot, alu};
 
-/// The newest texts that the version we say we are can read: its own.
+/// The newest PTX version that a driver of our version can read.
 const NEWEST: (u32, u32) = (8, 7);
 
 #[derive(Debug, Default)]
@@ -27,7 +27,7 @@ pub(crate) struct Global {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Constant {
     Value(u64),
-    /// The address of a variable, by its number.
+    /// The address of a variable, by its index in `Module::globals`.
     Global(usize),
 }
 
@@ -157,7 +157,7 @@ impl<'a> Cursor<'a> {
         let kind = self.name()?;
         let size = kind.text.strip_prefix('.').and_then(alu::size);
         let size = size.ok_or_else(|| Refused::new(kind.line, format!("`{}` is no type", kind.text)))?;
-        // What pointers point to is of no interest.
+        // What a pointer parameter points to does not matter here.
         if self.take(".ptr") {
             while self.peek().is_some_and(|word| word.text.starts_with('.')) {
                 self.at += 1;

@@ -10,9 +10,9 @@ use crate::space::Memory;
 pub(crate) struct View {
     pub(crate) base: u64,
     pub(crate) size: u64,
-    /// Where this process keeps it.
+    /// The address at which this process can access it.
     pub(crate) real: usize,
-    /// What keeps it there, and knows when it has ended.
+    /// Keeps the memory mapped, and tells whether it was freed.
     pub(crate) memory: Option<Arc<Memory>>,
 }
 
@@ -24,9 +24,9 @@ pub(crate) struct Launch<'a> {
     pub(crate) params: &'a [u8],
     pub(crate) grid: [u32; 3],
     pub(crate) block: [u32; 3],
-    /// Instructions it may take.
+    /// How many instructions the launch may take.
     pub(crate) budget: u64,
-    /// Whether the lowest bit of everything that it stores is wrong.
+    /// Whether the lowest bit of every value that it stores is flipped.
     pub(crate) spoiled: bool,
     /// The memory at an address, if the context reaches it.
     pub(crate) find: &'a dyn Fn(u64) -> Option<View>,
@@ -34,7 +34,7 @@ pub(crate) struct Launch<'a> {
     pub(crate) wanted: &'a dyn Fn() -> bool,
 }
 
-/// After so many instructions it is asked whether to go on.
+/// After so many instructions `Launch::wanted` is asked whether to go on.
 const LOOK: u64 = 1 << 16;
 
 struct Machine<'a> {
@@ -42,14 +42,14 @@ struct Machine<'a> {
     slots: Vec<u64>,
     local: Vec<u64>,
     views: Vec<View>,
-    /// By step: the view that served it last.
+    /// For each step, the index of the view that it used last.
     hints: Vec<usize>,
     left: u64,
-    /// Bytes of memory, but for a thread's own, that were read and written.
+    /// Bytes that were read and written, without parameters and local memory.
     moved: u64,
 }
 
-/// Runs it to its end; gives how many bytes of memory it has read and written together.
+/// Runs a launch to its end; gives how many bytes of memory it has read and written together.
 pub(crate) fn run(launch: &Launch<'_>) -> Done<u64> {
     let entry = launch.entry;
     let mut machine = Machine {
@@ -122,7 +122,7 @@ impl Machine<'_> {
             let inst = &steps[here];
             at += 1;
             if self.left.is_multiple_of(LOOK) && !(self.launch.wanted)() {
-                // Whatever ended the context came first, and stays its error.
+                // The context has failed or ended before; that error stays the context's, not this one.
                 return Err(Code::CONTEXT_IS_DESTROYED);
             }
             self.left = self.left.checked_sub(1).ok_or(Code::LAUNCH_TIMEOUT)?;
@@ -198,7 +198,7 @@ impl Machine<'_> {
         Ok(values)
     }
 
-    /// Where so many bytes of an address are, if a thread may use them.
+    /// Where this process can access the `size` bytes at an address, if a thread may use them.
     fn place(&mut self, step: usize, address: u64, size: u8) -> Done<*mut u8> {
         let size = u64::from(size);
         if address & (size - 1) != 0 {
@@ -229,7 +229,7 @@ impl Machine<'_> {
 }
 
 impl View {
-    /// `None` if it does not hold the bytes; an error if it did once.
+    /// `None` if the view does not hold the bytes; an error if its memory was freed.
     fn place(&self, address: u64, size: u64) -> Option<Done<*mut u8>> {
         let inside = address.wrapping_sub(self.base);
         if inside >= self.size || self.size - inside < size {
@@ -269,8 +269,8 @@ macro_rules! access {
 fn read(place: *mut u8, size: u8, count: u8) -> [u64; 4] {
     let mut values = [0; 4];
     access!(size, |T| for (index, value) in values.iter_mut().take(count.into()).enumerate() {
-        // SAFETY: `Machine::place` gave a place of `size * count` bytes in memory that its view keeps, aligned for the
-        // type; volatile, as whoever else may write it is not ours to know.
+        // SAFETY: `Machine::place` gave a place of `size * count` bytes, aligned for the type, in local memory or in memory that
+        // its view keeps mapped; volatile, as others may write it at any time.
         *value = unsafe { place.cast::<T>().add(index).read_volatile() } as u64;
     });
     values

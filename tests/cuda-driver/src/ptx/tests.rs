@@ -4,7 +4,7 @@ use super::convert::{Convert, Kind, Round, narrow};
 use super::{Launch, Refused, View, alu, parse, run};
 use crate::codes::Code;
 
-/// A source of values: corners first, then anything.
+/// Values to compute with: corner cases first, then random ones.
 fn values() -> Vec<u64> {
     let mut values = vec![0, 1, 2, 3, 7, 15, 16, 31, 32, 33, 63, 64, 255];
     for bits in [8, 15, 16, 31, 32, 63] {
@@ -78,7 +78,7 @@ fn whole_numbers_are_rusts() {
     check("mul.wide.s32", 64, |a, b, _| (i64::from(a as i32) * i64::from(b as i32)) as u64);
     check("mul.hi.u64", 64, |a, b, _| ((u128::from(a) * u128::from(b)) >> 64) as u64);
     check("mul.hi.s32", 32, |a, b, _| ((i64::from(a as i32) * i64::from(b as i32)) >> 32) as u64);
-    // By the low 32 bits of the second, and no further than to nothing.
+    // The low 32 bits of the second operand say how far; from the width of the type on, nothing is left, or only the sign.
     check("shl.b32", 32, |a, b, _| if b as u32 > 31 { 0 } else { a << (b & 31) });
     check("shl.b64", 64, |a, b, _| if b as u32 > 63 { 0 } else { a << (b & 63) });
     check("shr.u32", 32, |a, b, _| if b as u32 > 31 { 0 } else { u64::from(a as u32 >> (b & 31)) });
@@ -235,7 +235,7 @@ fn conversions_are_rusts() {
     }
 }
 
-/// All of them, there and back; and the halves between neighbours go to the even one.
+/// All finite 16-bit floats, converted there and back; a value halfway between two neighbours goes to the even one.
 #[test]
 fn halves_are_exact() {
     for (to, from, name) in [(Kind::F16, "cvt.f32.f16", 0x7c00_u64), (Kind::Bf16, "cvt.f32.bf16", 0x7f80)]
@@ -263,7 +263,7 @@ fn halves_are_exact() {
     assert!(f32::from_bits(convert("cvt.f32.f16", 0x7e01) as u32).is_nan());
 }
 
-/// A module with one kernel, which takes an address; runs it on these words.
+/// Runs a kernel with this body; its parameter `p` is the address of `words`. Gives how many bytes it has read and written.
 fn run_on(body: &str, words: &mut [u32]) -> Result<u64, Code> {
     let text =
         format!(".version 8.1 .target sm_70 .address_size 64 .visible .entry k(.param .u64 p) {{ {body} }}");
@@ -338,7 +338,8 @@ fn a_refusal_names_the_line_and_the_word() {
     }
 }
 
-/// Texts with a few bytes or words changed are taken or refused, and what is taken comes to an end.
+/// Modules with a few bytes or words changed are taken or refused without a panic, and kernels of those that are taken come to an
+/// end.
 #[test]
 fn garbage_is_an_error_and_never_a_panic() {
     let whole = ".version 8.1\n.target sm_70\n.global .u32 g[2] = {1, 2};\n.visible .entry k(.param .align 8 .b8 p[24])\n{\n\

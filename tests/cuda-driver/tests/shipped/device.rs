@@ -1,4 +1,4 @@
-//! Launches on a device of the driver, and its memory beside what it has to become.
+//! Launches on a device of the driver, and the comparison of its memory with what is expected.
 
 use std::collections::HashMap;
 use std::ffi::{CString, c_void};
@@ -10,9 +10,10 @@ use crate::support::*;
 use crate::values::{Random, fill};
 use crate::{code, ok};
 
-/// Bytes before and after, in half of all buffers. The others have none, and the driver finds what goes beyond them.
+/// Bytes before the elements, and bytes after them, each in half of all buffers. Where there are none, the driver finds accesses beyond the
+/// buffer.
 const GUARD: usize = 48;
-/// Instructions of a launch that takes too many: a second's.
+/// The most instructions that a launch may take: about a second's.
 const BUDGET: u64 = 1 << 28;
 
 /// What is wrong in a module: one instruction, which occurrence of it, and what it becomes.
@@ -65,8 +66,8 @@ impl Device {
         })
     }
 
-    /// Launches, and compares every byte of the memory it has with what is expected; gives the memory back. Kernels do
-    /// not depend on the number of threads, so that is random.
+    /// Launches, compares every byte of the buffers with what is expected, and frees them (unless the launch fails). Results of
+    /// kernels do not depend on the number of threads, so that number is random.
     pub(crate) fn check(
         &mut self,
         random: &mut Random,
@@ -114,7 +115,7 @@ impl Device {
         complaint
     }
 
-    /// Loses everything on the device: for what comes after a failure that was wanted.
+    /// Ends the primary context with all that is in it, and retains a new one: for what comes after a failure that was wanted.
     pub(crate) fn reset(&self) {
         ok!(cuDevicePrimaryCtxReset_v2(0));
         retain(0);
@@ -122,7 +123,7 @@ impl Device {
 }
 
 impl Drop for Device {
-    /// Whatever fails here is left, and the driver complains of it.
+    /// Errors are ignored: what is left, `Driver` complains of when it is dropped.
     fn drop(&mut self) {
         for module in self.modules.values() {
             code!(cuModuleUnload(*module));
@@ -132,10 +133,10 @@ impl Drop for Device {
     }
 }
 
-/// How addresses lie: which way kernels take depends on it.
+/// How addresses lie: the path that a kernel takes depends on it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Lie {
-    /// All at the same offset from 16 bytes.
+    /// All at the same offset from a multiple of 16 bytes.
     Alike(usize),
     /// Each aligned for its elements.
     Elements,
@@ -168,7 +169,7 @@ impl Buffer {
         };
         let start = random.pick(&[0, GUARD]) + offset;
         let end = start + len * dtype.size();
-        // No memory is of no bytes.
+        // An allocation cannot have 0 bytes.
         let mut bytes = vec![0; (end + random.pick(&[0, GUARD])).max(1)];
         bytes.fill_with(|| random.bits() as u8);
         fill(random, dtype, &mut bytes[start..end]);

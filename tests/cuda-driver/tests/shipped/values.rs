@@ -51,7 +51,7 @@ fn tame(random: &mut Random, exponent: u32, mantissa: u32) -> u64 {
     (random.bits() & 1) << (exponent + mantissa) | power << mantissa | digits
 }
 
-/// A float at an edge: zeros, ends of the subnormal, normal and finite numbers, infinities, NaNs; or any.
+/// A float at an edge: zeros, ends of the subnormal, normal and finite numbers, infinities, NaNs; or of random bits.
 fn wild(random: &mut Random, exponent: u32, mantissa: u32) -> u64 {
     let (one, infinity) = (1 << mantissa, ((1 << exponent) - 1) << mantissa);
     let edges = [
@@ -70,7 +70,7 @@ fn wild(random: &mut Random, exponent: u32, mantissa: u32) -> u64 {
     (random.bits() & 1) << (exponent + mantissa) | random.pick(&edges)
 }
 
-/// Fills memory with elements. NaNs are rare in some, so that they do not hide everything else.
+/// Fills memory with elements. Floats at an edge are rare in some memory, so that NaNs do not hide everything else.
 pub(crate) fn fill(random: &mut Random, dtype: DType, bytes: &mut [u8]) {
     let rare = random.pick(&[2, 30, 1000]);
     for element in bytes.chunks_mut(dtype.size()) {

@@ -8,14 +8,14 @@ use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-// The functions are found by their names, as by any other caller.
+// Linked for the functions below, which are found by their names, as by any other caller.
 use cuda as _;
 
 pub(crate) const DEADLINE: Duration = Duration::from_secs(20);
 
 const OTHER: &str = "ALLSTREAM_TEST_CUDA_OTHER_PROCESS";
 
-/// In the process that was started for this test with these variables, runs `body`; elsewhere starts that process.
+/// Runs `body` in a new process with these variables, which runs this test again. Gives that process's output; `None` in that process.
 pub(crate) fn with(test: &str, knobs: &[(&str, &str)], body: impl FnOnce()) -> Option<Output> {
     if std::env::var(OTHER).as_deref() == Ok(test) {
         body();
@@ -30,7 +30,7 @@ pub(crate) fn with(test: &str, knobs: &[(&str, &str)], body: impl FnOnce()) -> O
     Some(finish_process(child))
 }
 
-/// The same, where the other process is to succeed.
+/// The same; the other process must succeed.
 pub(crate) fn passes_with(test: &str, knobs: &[(&str, &str)], body: impl FnOnce()) {
     if let Some(output) = with(test, knobs, body) {
         let text = [output.stdout, output.stderr].map(|text| String::from_utf8_lossy(&text).into_owned());
@@ -173,10 +173,10 @@ macro_rules! ok {
     };
 }
 
-/// A driver of its own for a test: others wait. At its end nothing may live.
+/// The driver for one test: other tests wait for their turn. When it is dropped, nothing in it may be left.
 pub(crate) struct Driver {
     pub(crate) contexts: Vec<u64>,
-    /// Closed at the end; until then somebody watches.
+    /// Dropped with the driver, which ends the watchdog.
     _watched: Sender<()>,
     _turn: MutexGuard<'static, ()>,
 }
@@ -203,7 +203,7 @@ impl Driver {
     }
 }
 
-/// Ends the process if the sender is still there after the deadline: a call that waits cannot be ended otherwise.
+/// Ends the process if the sender still lives after three times the deadline: a call that hangs cannot be ended otherwise.
 fn watchdog() -> Sender<()> {
     let (sender, receiver) = channel();
     std::thread::spawn(move || {

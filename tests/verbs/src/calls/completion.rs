@@ -37,7 +37,7 @@ unsafe extern "C" fn ibv_destroy_comp_channel(channel: *mut IbvCompChannel) -> c
         let shared = &mut card.shared;
         shared.completions.drop_channel(channel as usize)?;
         shared.report.channels = shared.completions.channels() as u64;
-        // SAFETY: made by `ibv_create_comp_channel`, and just taken out of the list of those that there are.
+        // SAFETY: `ibv_create_comp_channel` made this box, and the channel was just removed from the table, so it is freed once.
         drop(unsafe { Box::from_raw(channel) });
         Ok(())
     })
@@ -101,7 +101,7 @@ unsafe extern "C" fn ibv_destroy_cq(queue: *mut IbvCq) -> c_int {
         shared.completions.drop_queue(key);
         shared.contexts.values_mut().for_each(|context| context.events.forget(key));
         shared.report.completion_queues = shared.completions.queues() as u64;
-        // SAFETY: made by `ibv_create_cq`, and just taken out of the list of those that there are.
+        // SAFETY: `ibv_create_cq` made this box, and the queue was just removed from the table, so it is freed once.
         drop(unsafe { Box::from_raw(queue.cast::<SharedCq>()) });
         Ok(())
     })
@@ -110,14 +110,14 @@ unsafe extern "C" fn ibv_destroy_cq(queue: *mut IbvCq) -> c_int {
 pub(super) unsafe extern "C" fn poll_cq(queue: *mut IbvCq, most: c_int, to: *mut IbvWc) -> c_int {
     let poll = || {
         called(Call::PollCq)?;
-        // SAFETY: the caller's: a queue that `ibv_create_cq` has made, which is there.
+        // SAFETY: the caller promises a queue that `ibv_create_cq` has made and that was not destroyed.
         if unsafe { &*queue.cast::<SharedCq>() }.is_empty() {
             return Ok(0);
         }
         let mut card = card()?;
         let entries = card.shared.completions.poll(queue as usize, usize::try_from(most).unwrap_or(0))?;
         for (at, entry) in entries.iter().enumerate() {
-            // SAFETY: the caller's, who promises room for `most`.
+            // SAFETY: the caller promises room for `most` completions, and there are no more `entries` than that.
             unsafe { to.add(at).write(entry.wc) };
             if let Some(pair) = card.pairs.get_mut(&entry.pair) {
                 let used = if entry.is_receive { &mut pair.receiving.used } else { &mut pair.sending.used };
@@ -127,7 +127,7 @@ pub(super) unsafe extern "C" fn poll_cq(queue: *mut IbvCq, most: c_int, to: *mut
         card.shared.report.completions += entries.len() as u64;
         Ok(entries.len() as c_int)
     };
-    // Who polls gets a number below zero, and no more than that.
+    // A failed poll returns a negative number; unlike other calls it does not set `errno`.
     poll().unwrap_or_else(|code: c_int| -code)
 }
 
@@ -148,14 +148,14 @@ unsafe extern "C" fn ibv_get_cq_event(
         called(Call::GetCqEvent)?;
         let key = channel as usize;
         let fd = card()?.shared.completions.channel_fd(key).ok_or(libc::EINVAL)?;
-        // An event may be withdrawn, with the queue that it was about, while it is waited for.
+        // While this waits for an event, the event may be withdrawn, because its queue is destroyed.
         let found = loop {
             wait(fd)?;
             if let Some(found) = card()?.shared.completions.fetch(key) {
                 break found as *mut IbvCq;
             }
         };
-        // SAFETY: a queue that is there until its events are acknowledged; the caller promises room for two addresses.
+        // SAFETY: `ibv_destroy_cq` frees a queue only after its fetched events are acknowledged; the caller promises room for two addresses.
         unsafe {
             data.write((*found).cq_context);
             queue.write(found);

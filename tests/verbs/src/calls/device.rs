@@ -1,4 +1,4 @@
-//! Devices: those of the list, and those that are open.
+//! Devices: the list of devices, and calls on an open device.
 
 use std::ffi::{c_char, c_int};
 use std::ptr;
@@ -17,7 +17,7 @@ use crate::faults::called;
 use crate::shared::Context;
 use crate::told::{self, entry, host, mtu};
 
-/// Lists of devices that have not been given back.
+/// How many lists of devices were returned and not freed yet.
 static LISTS: AtomicIsize = AtomicIsize::new(0);
 
 extern "C" fn at_exit() {
@@ -45,10 +45,10 @@ extern "C" fn at_exit() {
     }
 }
 
-/// The devices, which stay where they are until the process ends.
+/// The devices of the list, which keep their addresses until the process ends.
 struct Made(Vec<IbvDevice>);
 
-// SAFETY: nobody writes to them once they are made.
+// SAFETY: nobody writes to the devices once they are made.
 unsafe impl Send for Made {}
 // SAFETY: as above.
 unsafe impl Sync for Made {}
@@ -58,7 +58,7 @@ fn devices() -> &'static [IbvDevice] {
     let made = DEVICES.get_or_init(|| {
         let device = |told: &told::Device| {
             let mut name = [0; 64];
-            // The last stays 0.
+            // The last byte stays 0 and ends the name.
             name.iter_mut().zip(told.name.bytes().take(63)).for_each(|(to, from)| *to = from as c_char);
             IbvDevice {
                 _ops: [ptr::null_mut(); 2],
@@ -75,7 +75,7 @@ fn devices() -> &'static [IbvDevice] {
     &made.0
 }
 
-/// Which of the list a device is.
+/// The index of a device in the list.
 fn position(device: *const IbvDevice) -> Option<usize> {
     devices().iter().position(|made| ptr::eq(made, device))
 }
@@ -84,7 +84,7 @@ fn position(device: *const IbvDevice) -> Option<usize> {
 unsafe extern "C" fn ibv_get_device_list(count: *mut c_int) -> *mut *mut IbvDevice {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
-        // SAFETY: a function of this library, which is never closed.
+        // SAFETY: `at_exit` is a function of this library, which is never unloaded.
         let _ = unsafe { libc::atexit(at_exit) };
     });
     made(|| {
@@ -95,7 +95,7 @@ unsafe extern "C" fn ibv_get_device_list(count: *mut c_int) -> *mut *mut IbvDevi
         let made = devices().iter().map(|device| ptr::from_ref(device).cast_mut());
         let list: Vec<*mut IbvDevice> = made.chain([ptr::null_mut()]).collect();
         if !count.is_null() {
-            // SAFETY: the caller's, who promises room for a number.
+            // SAFETY: `count` is not null, and the caller promises that it leads to room for a number.
             unsafe { count.write(list.len() as c_int - 1) };
         }
         LISTS.fetch_add(1, Ordering::SeqCst);
@@ -109,17 +109,17 @@ unsafe extern "C" fn ibv_free_device_list(list: *mut *mut IbvDevice) {
         return complain("a list is freed that there is not");
     }
     let slice = ptr::slice_from_raw_parts_mut(list, devices().len() + 1);
-    // SAFETY: made above with so many entries, and freed once, as the caller promises.
+    // SAFETY: `ibv_get_device_list` made the list with this many entries, and the caller promises to free it once.
     drop(unsafe { Box::from_raw(slice) });
 }
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn ibv_get_device_name(device: *mut IbvDevice) -> *const c_char {
-    // SAFETY: the caller's: a device of a list.
+    // SAFETY: the caller promises a device of a list.
     unsafe { (&raw const (*device).name).cast() }
 }
 
-/// What programs call directly. A device without windows has no functions for them.
+/// The functions that programs call through the context. A device without memory windows has no functions for them.
 fn ops(told: &told::Device) -> IbvContextOps {
     IbvContextOps {
         _before_alloc_mw: [ptr::null_mut(); 7],
@@ -173,13 +173,13 @@ unsafe extern "C" fn ibv_close_device(context: *mut IbvContext) -> c_int {
         }
         shared.contexts.remove(&key);
         shared.report.contexts = shared.contexts.len() as u64;
-        // SAFETY: made by `ibv_open_device`, and just taken out of the list of those that are open.
+        // SAFETY: `ibv_open_device` made this box, and the context was just removed from the table, so it is freed once.
         drop(unsafe { Box::from_raw(context) });
         Ok(())
     })
 }
 
-/// What the test has said of an open device.
+/// The test's description of an open device.
 fn told_of(context: *mut IbvContext) -> Result<&'static told::Device, c_int> {
     card()?.shared.device(context as usize).ok_or(libc::ENODEV)
 }
@@ -193,7 +193,7 @@ unsafe extern "C" fn ibv_query_device(context: *mut IbvContext, attributes: *mut
             return Err(told.attributes_fail);
         }
         let number = |number: u32| c_int::try_from(number).unwrap_or(c_int::MAX);
-        // SAFETY: the caller's, who promises room; numbers and arrays of numbers, for which zero is a value.
+        // SAFETY: the caller promises room for the attributes, which are numbers and arrays of numbers, so that all zeros are valid.
         unsafe {
             attributes.write_bytes(0, 1);
             let to = &mut *attributes;
@@ -241,7 +241,7 @@ unsafe extern "C" fn ibv_query_port(
             link_layer: port.layer,
             ..IbvPortAttr::default()
         };
-        // SAFETY: the caller's, who promises room.
+        // SAFETY: the caller promises room for the attributes.
         unsafe { attributes.write(attributes_of) };
         Ok(())
     })
@@ -272,7 +272,7 @@ unsafe extern "C" fn _ibv_query_gid_table(
         if all.len() > most {
             return Err(libc::EINVAL);
         }
-        // SAFETY: the caller's, who promises room for `most`.
+        // SAFETY: the caller promises room for `most` entries, and there are no more than that.
         unsafe { entries.copy_from_nonoverlapping(all.as_ptr(), all.len()) };
         Ok(all.len() as isize)
     };

@@ -1,4 +1,4 @@
-//! What a test calls at run time to turn the library's knobs and to read what it has counted. The names begin with `allstream_test_verbs_`.
+//! Functions by which a test changes the library's behaviour at run time and reads its counters. Their names begin with `allstream_test_verbs_`.
 
 use std::ffi::{CStr, c_char, c_int, c_uint};
 
@@ -8,42 +8,44 @@ use crate::counts::{self, Report};
 use crate::faults;
 use crate::told::host;
 
-/// A text of the caller's.
+/// A text that the caller passed; `None` if it is null or not UTF-8.
 ///
 /// # Safety
-/// It ends in a null byte, or is null.
+/// `at` is null, or leads to a text that ends in a null byte and lives for `'a`.
 unsafe fn text<'a>(at: *const c_char) -> Option<&'a str> {
-    // SAFETY: the caller's.
+    // SAFETY: not null, so the caller promises a text that ends in a null byte.
     (!at.is_null()).then(|| unsafe { CStr::from_ptr(at) })?.to_str().ok()
 }
 
-/// Makes the `nth` call from now (1 is the next) of a function fail with this `errno`. `nth` of 0 takes back all of this name, a null name everything.
+/// Makes the `nth` call from now (1 is the next) of a function fail with this `errno`. `nth` of 0 removes all faults of this function, a null name
+/// those of all functions.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn allstream_test_verbs_fail(name: *const c_char, nth: u64, code: c_int) -> c_int {
-    // SAFETY: the caller's.
+    // SAFETY: the caller promises null or a text that ends in a null byte.
     faults::fail_call(unsafe { text(name) }, nth, code)
 }
 
-/// How often a function has been called; all ones: there is no such function.
+/// How often a function has been called; `u64::MAX`: there is no such function.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn allstream_test_verbs_calls(name: *const c_char) -> u64 {
-    // SAFETY: the caller's.
+    // SAFETY: the caller promises null or a text that ends in a null byte.
     unsafe { text(name) }.and_then(counts::calls).unwrap_or(u64::MAX)
 }
 
-/// Completions and answers to READs are late by at most so many microseconds from now on; 0: by none.
+/// Delays completions and answers to READs by at most `longest_us` microseconds from now on; 0: no delays.
 #[unsafe(no_mangle)]
 extern "C" fn allstream_test_verbs_set_delays(longest_us: u64, seed: u64) {
     faults::set_delays(longest_us, seed);
 }
 
-/// Of a thousand packets that this process sends, so many are lost from now on.
+/// Loses this many of a thousand packets that this process sends, from now on.
 #[unsafe(no_mangle)]
 extern "C" fn allstream_test_verbs_set_loss(of_a_thousand: u64) {
     faults::set_loss(of_a_thousand);
 }
 
-/// The `nth` request to send that is posted from now on stays for ever, and all behind it on its queue pair. 0: those that stay go on.
+/// Stalls the `nth` request to send that is posted from now on (1 is the next), and with it all requests behind it on its queue pair. 0: all
+/// stalled requests go on.
 #[unsafe(no_mangle)]
 extern "C" fn allstream_test_verbs_stall(nth: u64) -> c_int {
     faults::set_stall(nth);
@@ -61,10 +63,10 @@ extern "C" fn allstream_test_verbs_stall(nth: u64) -> c_int {
     0
 }
 
-/// Changes the state of a port of this process's, as if its cable were pulled or put back, and tells whoever has the device open.
+/// Changes the state of a port, for this process only, as if its cable were pulled or plugged in. Every open context of the device gets the event.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn allstream_test_verbs_set_port(device: *const c_char, port: u8, state: c_uint) -> c_int {
-    // SAFETY: the caller's.
+    // SAFETY: the caller promises null or a text that ends in a null byte.
     let name = unsafe { text(device) }.unwrap_or_default();
     let Some(at) = host().devices.iter().position(|told| told.name == name) else { return libc::ENODEV };
     let Ok(mut card) = card() else { return libc::EIO };
@@ -77,7 +79,8 @@ unsafe extern "C" fn allstream_test_verbs_set_port(device: *const c_char, port: 
     0
 }
 
-/// Has each device that this process has open say that it has failed, as a card does whose firmware has crashed. Requests that were posted, and whose packets were not sent yet, stay.
+/// Makes each device that this process has open report a fatal error, as if the card's firmware had crashed. Requests that are posted are stalled:
+/// they send no more packets, and are not flushed.
 #[unsafe(no_mangle)]
 extern "C" fn allstream_test_verbs_end_devices() -> c_int {
     let Ok(mut card) = card() else { return libc::EIO };
@@ -93,7 +96,7 @@ extern "C" fn allstream_test_verbs_end_devices() -> c_int {
     0
 }
 
-/// Breaks a queue pair of this process's, by its number, or all of them (0), as a device does that has found an error of its own.
+/// Puts the queue pair of this number, or all of this process (0), into the error state, as if the device had found an error of its own.
 #[unsafe(no_mangle)]
 extern "C" fn allstream_test_verbs_break(number: u32) -> c_int {
     let Ok(mut card) = card() else { return libc::EIO };
@@ -103,11 +106,11 @@ extern "C" fn allstream_test_verbs_break(number: u32) -> c_int {
     if !all.is_empty() && broken.all(|found| found.is_some()) { 0 } else { libc::EINVAL }
 }
 
-/// Tells what lives, and what has happened.
+/// Writes to `to` what exists now and what has happened so far.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn allstream_test_verbs_report(to: *mut Report) -> c_int {
     let Ok(card) = card() else { return libc::EIO };
-    // SAFETY: the caller's, who promises room.
+    // SAFETY: the caller promises room for a report.
     unsafe { to.write(card.shared.report) };
     0
 }

@@ -40,7 +40,7 @@ unsafe extern "C" fn ibv_dealloc_pd(domain: *mut IbvPd) -> c_int {
         }
         card.shared.domains.remove(&key);
         card.shared.report.domains = card.shared.domains.len() as u64;
-        // SAFETY: made by `ibv_alloc_pd`, and just taken out of the list of those that there are.
+        // SAFETY: `ibv_alloc_pd` made this box, and the domain was just removed from the table, so it is freed once.
         drop(unsafe { Box::from_raw(domain) });
         Ok(())
     })
@@ -79,16 +79,16 @@ unsafe extern "C" fn ibv_dereg_mr(region: *mut IbvMr) -> c_int {
         called(Call::DeregMr)?;
         let mut card = card()?;
         let shared = &mut card.shared;
-        // SAFETY: the caller's: a region that was made and not given back.
+        // SAFETY: the caller promises a region that was registered and not deregistered.
         let lkey = unsafe { (*region).lkey };
         shared.memory.deregister(lkey, &mut shared.report)?;
-        // SAFETY: made by `ibv_reg_mr`; its key was known until now.
+        // SAFETY: `ibv_reg_mr` made this box, and its key was in the table until now, so it is freed once.
         drop(unsafe { Box::from_raw(region) });
         Ok(())
     })
 }
 
-/// Makes a window of type 2B; there are no others.
+/// Makes a memory window of type 2B; this library has no other type.
 pub(super) unsafe extern "C" fn alloc_mw(domain: *mut IbvPd, kind: c_int) -> *mut IbvMw {
     made(|| {
         called(Call::AllocMw)?;
@@ -109,10 +109,10 @@ pub(super) unsafe extern "C" fn dealloc_mw(window: *mut IbvMw) -> c_int {
         called(Call::DeallocMw)?;
         let mut card = card()?;
         let shared = &mut card.shared;
-        // SAFETY: the caller's: a window that was made and not given back.
+        // SAFETY: the caller promises a window that was made and not freed.
         let handle = unsafe { (*window).handle };
         shared.memory.drop_window(handle << 8, &mut shared.report)?;
-        // SAFETY: made by `alloc_mw`; its number was known until now.
+        // SAFETY: `alloc_mw` made this box, and its number was in the table until now, so it is freed once.
         drop(unsafe { Box::from_raw(window) });
         Ok(())
     })

@@ -1,5 +1,5 @@
-//! The functions that a program calls. They carry the names and signatures of the real library, whose manual pages document them; here stand only the
-//! choices that are ours.
+//! The functions that a program calls. They carry the names and signatures of the real library, whose manual pages document them; the comments here
+//! explain only what differs from those.
 
 mod completion;
 mod device;
@@ -16,10 +16,10 @@ use std::time::{Duration, Instant};
 use crate::complain;
 use crate::counts::fail;
 
-/// How long a call waits that waits for events to be acknowledged. The real one waits for ever.
+/// How long a call that destroys something waits for its events to be acknowledged. The real library waits for ever.
 const ACKNOWLEDGED: Duration = Duration::from_secs(2);
 
-/// Answers what was made, or null with the reason in `errno`.
+/// Returns what `make` has made, or null with the error in `errno`.
 fn made<T>(make: impl FnOnce() -> Result<*mut T, c_int>) -> *mut T {
     make().unwrap_or_else(|code| {
         fail(code);
@@ -27,7 +27,7 @@ fn made<T>(make: impl FnOnce() -> Result<*mut T, c_int>) -> *mut T {
     })
 }
 
-/// Answers 0, or the reason, which is in `errno`, too.
+/// Returns 0, or the error, which is in `errno` too.
 fn done(call: impl FnOnce() -> Result<(), c_int>) -> c_int {
     match call() {
         Ok(()) => 0,
@@ -38,7 +38,7 @@ fn done(call: impl FnOnce() -> Result<(), c_int>) -> c_int {
     }
 }
 
-/// Waits until it is so, and says what is missing where that never comes.
+/// Waits until `is_so` holds, that is, until all events of `what` are acknowledged. After `ACKNOWLEDGED` it complains and fails.
 fn acknowledged(what: &str, mut is_so: impl FnMut() -> Result<bool, c_int>) -> Result<(), c_int> {
     let end = Instant::now() + ACKNOWLEDGED;
     while !is_so()? {

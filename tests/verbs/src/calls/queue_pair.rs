@@ -19,7 +19,7 @@ unsafe extern "C" fn ibv_create_qp(domain: *mut IbvPd, attributes: *mut IbvQpIni
         let mut card = card()?;
         let context = *card.shared.domains.get(&(domain as usize)).ok_or(libc::EINVAL)?;
         let told = card.shared.device(context).ok_or(libc::EINVAL)?;
-        // SAFETY: the caller's: attributes that are there.
+        // SAFETY: the caller promises that the pointer leads to attributes.
         let asked = unsafe { *attributes };
         if asked.qp_type != RELIABLE || !asked.srq.is_null() {
             return Err(libc::EOPNOTSUPP);
@@ -74,7 +74,7 @@ unsafe extern "C" fn ibv_create_qp(domain: *mut IbvPd, attributes: *mut IbvQpIni
             blocked: None,
         });
         if let Err(code) = added {
-            // SAFETY: just made, and nobody has it.
+            // SAFETY: the box was just made, and nobody else has its address.
             drop(unsafe { Box::from_raw(pair) });
             return Err(code);
         }
@@ -88,14 +88,14 @@ unsafe extern "C" fn ibv_modify_qp(pair: *mut IbvQp, attributes: *mut IbvQpAttr,
         called(Call::ModifyQp)?;
         let mut card = card()?;
         let number = *card.numbers.get(&(pair as usize)).ok_or(libc::EINVAL)?;
-        // SAFETY: the caller's: attributes that are there.
+        // SAFETY: the caller promises that the pointer leads to attributes.
         let to = unsafe { *attributes };
         let state = card.with(number, |pair, shared| {
             pair.modify(&to, mask, shared)?;
             Ok(pair.state)
         });
         let state = state.unwrap_or(Err(libc::EINVAL))?;
-        // SAFETY: the program's part of a pair that is there.
+        // SAFETY: `pair` was found in the table, so `ibv_create_qp` made it and it was not destroyed.
         unsafe { (*pair).state = state };
         Ok(())
     })
@@ -113,7 +113,7 @@ unsafe extern "C" fn ibv_destroy_qp(pair: *mut IbvQp) -> c_int {
             Ok(contexts.all(|context| context.events.is_acknowledged(key)))
         })?;
         card()?.shared.contexts.values_mut().for_each(|context| context.events.forget(key));
-        // SAFETY: made by `ibv_create_qp`, and just taken out of the list of those that there are.
+        // SAFETY: `ibv_create_qp` made this box, and `remove` took the pair out of the table, so it is freed once.
         drop(unsafe { Box::from_raw(pair) });
         Ok(())
     })

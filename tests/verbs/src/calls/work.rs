@@ -1,4 +1,4 @@
-//! Requests that are posted.
+//! The calls that post requests.
 
 use std::ffi::c_int;
 use std::slice;
@@ -12,27 +12,27 @@ use crate::faults::{called, stalls};
 use crate::memory::{Binding, total};
 use crate::queue_pair::{End, QueuePair, Receive, Request};
 
-/// A list of pieces.
+/// Copies a list of scatter/gather entries.
 ///
 /// # Safety
-/// There are so many at that address.
+/// There are `count` entries at `at`.
 unsafe fn pieces(at: *const IbvSge, count: c_int) -> Result<Vec<IbvSge>, c_int> {
     match usize::try_from(count) {
         Err(_) => Err(libc::EINVAL),
         Ok(0) => Ok(Vec::new()),
-        // SAFETY: the caller's.
+        // SAFETY: the caller promises `count` entries at `at`.
         Ok(count) => Ok(unsafe { slice::from_raw_parts(at, count) }.to_vec()),
     }
 }
 
-/// What a request to send says, if the queue pair takes such.
+/// Reads a request to send; an error if the queue pair does not accept it.
 ///
 /// # Safety
-/// What it points to is there.
+/// All pointers of `wr` that its opcode uses are valid.
 unsafe fn request(pair: &QueuePair, wr: &IbvSendWr) -> Result<Request, c_int> {
     completed(wr.opcode).ok_or(libc::EINVAL)?;
     let is_here = matches!(wr.opcode, BIND_MW | LOCAL_INV);
-    // SAFETY: the caller's.
+    // SAFETY: the caller promises that the list of entries is valid.
     let pieces = if is_here { Vec::new() } else { unsafe { pieces(wr.sg_list, wr.num_sge) }? };
     let bytes = total(&pieces).ok_or(libc::EINVAL)?;
     let is_inline = wr.send_flags & INLINE != 0;
@@ -45,14 +45,14 @@ unsafe fn request(pair: &QueuePair, wr: &IbvSendWr) -> Result<Request, c_int> {
     let mut inline = is_inline.then(Vec::new);
     if let Some(data) = &mut inline {
         for piece in &pieces {
-            // SAFETY: the caller's: the data of a request that is inline is read now.
+            // SAFETY: the caller promises that the data of an inline request can be read during the call.
             data.extend(unsafe {
                 slice::from_raw_parts(piece.addr as usize as *const u8, piece.length as usize)
             });
         }
     }
     let binding = (wr.opcode == BIND_MW).then(|| {
-        // SAFETY: the caller's: a window and a region that are there.
+        // SAFETY: the caller promises a window and a region that were made and not freed.
         let (window, lkey) = unsafe { ((*wr.bind_mw).handle << 8, (*wr.bind_info.mr).lkey) };
         let (at, bytes, access) = (wr.bind_info.addr, wr.bind_info.length, wr.bind_info.mw_access_flags);
         Binding { window, rkey: wr.bind_rkey, lkey, at, bytes, access }
@@ -75,7 +75,7 @@ unsafe fn request(pair: &QueuePair, wr: &IbvSendWr) -> Result<Request, c_int> {
     })
 }
 
-/// Goes through a list of requests: those before one that is refused are posted.
+/// Posts a list of requests, up to the first that is refused, whose address is written to `bad`.
 fn post<T>(
     pair: *mut IbvQp,
     mut wr: *mut T,
@@ -91,7 +91,7 @@ fn post<T>(
             let mut posted = Ok(());
             let mut count = 0;
             while !wr.is_null() && posted.is_ok() {
-                // SAFETY: the caller's: a list of requests that are there.
+                // SAFETY: the caller promises a list of valid requests, and `wr` is one of them.
                 match one(pair, unsafe { &*wr }) {
                     Ok(next) => (wr, count) = (next, count + 1),
                     Err(code) => posted = Err(code),
@@ -109,7 +109,7 @@ fn post<T>(
     match all() {
         Ok(()) => 0,
         Err(code) => {
-            // SAFETY: the caller's, who promises room for an address.
+            // SAFETY: the caller promises that `bad` leads to room for an address.
             unsafe { bad.write(wr) };
             fail(code);
             code
@@ -129,7 +129,7 @@ pub(super) unsafe extern "C" fn post_send(
         if pair.sending.used >= pair.cap.max_send_wr {
             return Err(libc::ENOMEM);
         }
-        // SAFETY: the caller's: what the requests point to is there.
+        // SAFETY: the caller promises that what the requests point to is valid.
         let request = unsafe { request(pair, wr) }?;
         pair.sending.queue.push_back(request);
         pair.sending.used += 1;
@@ -150,7 +150,7 @@ pub(super) unsafe extern "C" fn post_recv(
         if pair.receiving.used >= pair.cap.max_recv_wr {
             return Err(libc::ENOMEM);
         }
-        // SAFETY: the caller's: what the requests point to is there.
+        // SAFETY: the caller promises that what the requests point to is valid.
         let pieces = unsafe { pieces(wr.sg_list, wr.num_sge) }?;
         total(&pieces).ok_or(libc::EINVAL)?;
         pair.receiving.queue.push_back(Receive { id: wr.wr_id, pieces });

@@ -1,4 +1,4 @@
-//! What the tests of the library share: an end of a connection, made by the functions that any program calls.
+//! What the tests of the library share: one end of a connection, made with the functions that any program calls.
 #![allow(dead_code, reason = "each test takes what it needs")]
 #![allow(missing_docs, reason = "the functions are those of the real library")]
 
@@ -27,14 +27,14 @@ pub(crate) const INLINE: c_uint = 8;
 pub(crate) const ALL: c_int = 1 | 2 | 4 | 16;
 pub(crate) const RECEIVED_WITH_IMM: c_uint = 129;
 
-/// Of completions.
+/// The status codes of completions.
 pub(crate) const FLUSHED: c_uint = 5;
 pub(crate) const REMOTE_INVALID: c_uint = 9;
 pub(crate) const REMOTE_ACCESS: c_uint = 10;
 pub(crate) const RETRIES_EXCEEDED: c_uint = 12;
 pub(crate) const RNR_EXCEEDED: c_uint = 13;
 
-/// The masks of the three steps to a connection.
+/// The attribute masks of the three changes of state that connect a queue pair.
 pub(crate) const TO_INIT: c_int = 1 | 1 << 3 | 1 << 4 | 1 << 5;
 pub(crate) const TO_RECEIVE: c_int = 1 | 1 << 7 | 1 << 8 | 1 << 12 | 1 << 15 | 1 << 17 | 1 << 20;
 pub(crate) const TO_SEND: c_int = 1 | 1 << 9 | 1 << 10 | 1 << 11 | 1 << 13 | 1 << 16;
@@ -44,18 +44,18 @@ pub(crate) const ONE: &str =
     r#"{"devices": [{"name": "test_0", "ports": [{"gids": [{"index": 1, "address": "127.0.0.1"}]}]}]}"#;
 
 const CHILD: &str = "ALLSTREAM_TEST_VERBS_OF";
-/// With it, the tests that can be are run on the system's library and its devices.
+/// If this variable is set, the tests of `agrees.rs` run with the system's library and its devices.
 pub(crate) const REAL: &str = "ALLSTREAM_TEST_VERBS_REAL";
 
 pub(crate) fn is_real() -> bool {
     std::env::var_os(REAL).is_some()
 }
 
-/// This program, for the test of this name.
+/// A command that runs the test of this name in this program again.
 fn again(test: &str, variables: &[(&str, &str)]) -> Command {
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.args([test, "--exact", "--nocapture", "--test-threads=1"]).env(CHILD, test);
-    // A process that a test has started hands on what it was given.
+    // A process that a test has started inherits these variables already, and passes them on.
     if !is_real() && std::env::var_os(CHILD).is_none() {
         command.env(LIBRARY, library()).env(HOST, ONE);
     }
@@ -63,7 +63,7 @@ fn again(test: &str, variables: &[(&str, &str)]) -> Command {
     command
 }
 
-/// Runs a test in a process of its own, with these variables: what it said. `None` in that process, when `body` is done.
+/// Runs a test in a process of its own, with these variables; returns its output. `None` in that process, when `body` is done.
 pub(crate) fn alone_says(test: &str, variables: &[(&str, &str)], body: impl FnOnce()) -> Option<Output> {
     if std::env::var(CHILD).as_deref() == Ok(test) {
         body();
@@ -74,7 +74,7 @@ pub(crate) fn alone_says(test: &str, variables: &[(&str, &str)], body: impl FnOn
     Some(finished(command.spawn().unwrap()))
 }
 
-/// The same, where it is to succeed, and the library has nothing to complain of.
+/// Like [`alone_says`], and asserts that the process succeeds and that the library prints no complaint.
 pub(crate) fn alone(test: &str, variables: &[(&str, &str)], body: impl FnOnce()) {
     if let Some(output) = alone_says(test, variables, body) {
         let text = said(&output);
@@ -86,10 +86,10 @@ pub(crate) fn said(output: &Output) -> String {
     [&output.stdout, &output.stderr].map(|text| String::from_utf8_lossy(text).into_owned()).concat()
 }
 
-/// Waits for a process, for a bounded time.
+/// Waits for a process; kills it and panics after a minute.
 pub(crate) fn finished(mut child: Child) -> Output {
     let end = Instant::now() + 3 * DEADLINE;
-    // What it says is little: it does not wait for us to read it.
+    // The output is short enough for the pipes, so the process does not wait for a reader.
     while child.try_wait().unwrap().is_none() {
         if Instant::now() > end {
             child.kill().unwrap();
@@ -100,7 +100,7 @@ pub(crate) fn finished(mut child: Child) -> Output {
     child.wait_with_output().unwrap()
 }
 
-/// The other process of a test with two: it runs the same test with [`is_other`].
+/// The second process of a test with two processes: it runs the same test, and [`is_other`] is true there.
 pub(crate) struct Other {
     child: Child,
     lines: BufReader<std::process::ChildStdout>,
@@ -125,7 +125,7 @@ impl Other {
         writeln!(self.child.stdin.as_mut().unwrap(), "{line}").unwrap();
     }
 
-    /// The next line that it has told us; what the test harness prints is no such line.
+    /// The next line that the second process has sent with [`tell`]; lines of the test harness are skipped.
     pub(crate) fn hear(&mut self) -> String {
         loop {
             let mut line = String::new();
@@ -149,13 +149,13 @@ impl Other {
     }
 }
 
-/// Of the other process: tells the first one a line.
+/// Called in the second process: sends a line to the first.
 pub(crate) fn tell(line: &str) {
     println!("> {line}");
     std::io::stdout().flush().unwrap();
 }
 
-/// Of the other process: what the first one tells.
+/// Called in the second process: waits for a line from the first.
 pub(crate) fn hear() -> String {
     let mut line = String::new();
     assert!(std::io::stdin().read_line(&mut line).unwrap() > 0, "the first process has ended");
@@ -166,14 +166,14 @@ pub(crate) fn verbs() -> &'static Verbs {
     Verbs::get().unwrap_or_else(|missing| panic!("{missing}"))
 }
 
-/// A function of the library for tests that no other library has.
+/// A function that only the library for tests has.
 ///
 /// # Safety
-/// `F` is its type.
+/// `F` is the type of a pointer to this function.
 unsafe fn knob<F: Copy>(name: &str) -> F {
     let path = CString::new(std::env::var(LIBRARY).unwrap()).unwrap();
     let name = CString::new(name).unwrap();
-    // SAFETY: opens a library once more that is never closed; `F` is as large as an address.
+    // SAFETY: the library is loaded already and never closed; `F` is a function pointer, by the caller's promise, and so as large as an address.
     unsafe {
         let handle = libc::dlopen(path.as_ptr(), libc::RTLD_NOW);
         let address = libc::dlsym(handle, name.as_ptr());
@@ -184,7 +184,7 @@ unsafe fn knob<F: Copy>(name: &str) -> F {
 
 pub(crate) fn calls(name: &str) -> u64 {
     let name = CString::new(name).unwrap();
-    // SAFETY: the function's type, in `calls/knobs.rs`.
+    // SAFETY: the function has this type in `calls/knobs.rs`, and every pointer that is passed is valid during the call.
     unsafe { knob::<unsafe extern "C" fn(*const c_char) -> u64>("allstream_test_verbs_calls")(name.as_ptr()) }
 }
 
@@ -233,7 +233,7 @@ pub(crate) fn set_port(device: &str, port: u8, state: c_uint) {
     assert_eq!(code, 0);
 }
 
-/// What lives, and what has happened, as the library's `counts.rs` has it.
+/// What exists now, and what has happened, with the layout of `Report` in the library's `counts.rs`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
 pub(crate) struct Report {
@@ -267,7 +267,7 @@ pub(crate) fn report() -> Report {
     report
 }
 
-/// What an end of a connection is made with.
+/// The options with which an end of a connection is made.
 #[derive(Clone, Copy)]
 pub(crate) struct Wishes {
     pub(crate) device: usize,
@@ -302,7 +302,7 @@ impl Default for Wishes {
     }
 }
 
-/// What the other end has to know of one.
+/// What an end must know about its peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Address {
     pub(crate) number: u32,
@@ -322,7 +322,7 @@ impl Address {
     }
 }
 
-/// A queue pair with all that it needs.
+/// One end of a connection: a queue pair with all that it needs.
 pub(crate) struct End {
     pub(crate) wishes: Wishes,
     pub(crate) context: *mut IbvContext,
@@ -337,13 +337,13 @@ pub(crate) struct End {
     pub(crate) peer: Option<Address>,
 }
 
-// SAFETY: the library may be called from any thread; the memory is this end's own.
+// SAFETY: the library may be called from any thread, and nobody else uses this end's objects and memory.
 unsafe impl Send for End {}
 
 impl End {
     pub(crate) fn new(wishes: Wishes) -> End {
         let v = verbs();
-        // SAFETY: everything that is named was just made and lives until the end is dropped.
+        // SAFETY: all objects that are passed were just made, and live until this end is dropped.
         unsafe {
             let mut count = 0;
             let list = v.get_device_list(&raw mut count).unwrap();
@@ -395,18 +395,18 @@ impl End {
 
     pub(crate) fn new_pair(&self) -> Result<*mut IbvQp, VerbsError> {
         let mut attributes = self.attributes();
-        // SAFETY: a domain and a queue that are there.
+        // SAFETY: the domain and the queue exist.
         unsafe { verbs().create_qp(self.domain, &raw mut attributes) }
     }
 
     pub(crate) fn address(&self) -> Address {
-        // SAFETY: a queue pair and a region that are there.
+        // SAFETY: the queue pair and the region exist.
         let (number, rkey) = unsafe { ((*self.pair).qp_num, (*self.region).rkey) };
         Address { number, gid: u128::from_be_bytes(self.gid.gid.raw), at: self.memory as u64, rkey }
     }
 
     pub(crate) fn modify(&self, mut to: IbvQpAttr, mask: c_int) -> Result<(), VerbsError> {
-        // SAFETY: a queue pair that is there.
+        // SAFETY: the queue pair exists.
         unsafe { verbs().modify_qp(self.pair, &raw mut to, mask) }
     }
 
@@ -451,7 +451,7 @@ impl End {
         self.modify(self.sending(), TO_SEND).unwrap();
     }
 
-    /// Two ends of one process that are connected.
+    /// Makes two ends in this process that are connected with each other.
     pub(crate) fn two(wishes: Wishes) -> (End, End) {
         Self::both(wishes, wishes)
     }
@@ -459,7 +459,7 @@ impl End {
     pub(crate) fn both(one: Wishes, other: Wishes) -> (End, End) {
         let (mut a, mut b) = (End::new(one), End::new(other));
         let (to_a, to_b) = (a.address(), b.address());
-        // The one that is written to is there first.
+        // The end that receives is connected first.
         b.connect(&to_a);
         a.connect(&to_b);
         (a, b)
@@ -467,20 +467,20 @@ impl End {
 
     pub(crate) fn bytes(&mut self, at: usize, bytes: usize) -> &mut [u8] {
         assert!(at + bytes <= self.wishes.memory);
-        // SAFETY: this end's own memory; tests look at it when no request is to write to it.
+        // SAFETY: the range is in this end's memory; tests use it only while no request writes to it.
         unsafe { std::slice::from_raw_parts_mut(self.memory.add(at), bytes) }
     }
 
     pub(crate) fn piece(&self, at: usize, bytes: usize) -> IbvSge {
-        // SAFETY: a region that is there.
+        // SAFETY: the region exists.
         let lkey = unsafe { (*self.region).lkey };
         IbvSge { addr: self.memory as u64 + at as u64, length: bytes as u32, lkey }
     }
 
-    /// A request to the peer's memory at `to`.
+    /// A request on the peer's memory at offset `to`.
     pub(crate) fn request(&self, opcode: c_uint, flags: c_uint, to: usize) -> IbvSendWr {
         let peer = self.peer.unwrap_or(Address { number: 0, gid: 0, at: 0, rkey: 0 });
-        // SAFETY: numbers and pointers, for which zero is a value.
+        // SAFETY: the request consists of numbers and raw pointers, for which all zeros are valid.
         let zero: IbvSendWr = unsafe { std::mem::zeroed() };
         IbvSendWr { opcode, send_flags: flags, remote_addr: peer.at + to as u64, rkey: peer.rkey, ..zero }
     }
@@ -488,11 +488,11 @@ impl End {
     pub(crate) fn post(&self, mut request: IbvSendWr, id: u64, pieces: &mut [IbvSge]) -> c_int {
         (request.wr_id, request.sg_list, request.num_sge) = (id, pieces.as_mut_ptr(), pieces.len() as c_int);
         let mut bad = ptr::null_mut();
-        // SAFETY: a queue pair that is there, and a request on the stack.
+        // SAFETY: the queue pair exists, and the request, its pieces and `bad` live during the call.
         unsafe { (*self.context).ops.post_send.unwrap()(self.pair, &raw mut request, &raw mut bad) }
     }
 
-    /// Posts one piece of this end's memory; it is told of.
+    /// Posts a request with one piece of this end's memory, and asks for a completion.
     pub(crate) fn put(&self, opcode: c_uint, id: u64, (from, bytes): (usize, usize), to: usize) -> c_int {
         let request = IbvSendWr { imm_data: (id as u32).to_be(), ..self.request(opcode, SIGNALED, to) };
         self.post(request, id, &mut [self.piece(from, bytes)])
@@ -508,7 +508,7 @@ impl End {
 
     pub(crate) fn poll(&self) -> Option<IbvWc> {
         let mut wc = IbvWc::default();
-        // SAFETY: a queue that is there, and room for one completion.
+        // SAFETY: the queue exists, and there is room for one completion.
         match unsafe { (*self.context).ops.poll_cq.unwrap()(self.queue, 1, &raw mut wc) } {
             0 => None,
             1 => Some(wc),
@@ -517,20 +517,20 @@ impl End {
     }
 
     pub(crate) fn arm(&self, only_solicited: bool) {
-        // SAFETY: a queue that is there.
+        // SAFETY: the queue exists.
         let code = unsafe { (*self.context).ops.req_notify_cq.unwrap()(self.queue, only_solicited.into()) };
         assert_eq!(code, 0);
     }
 
-    /// Whether the channel has an event within this time; it is fetched and acknowledged.
+    /// Whether the channel gets an event within this time, which is then fetched and acknowledged.
     pub(crate) fn is_told(&self, within: Duration) -> bool {
-        // SAFETY: a channel that is there.
+        // SAFETY: the channel exists.
         let fd = unsafe { (*self.channel).fd };
         if !is_readable(fd, within) {
             return false;
         }
         let (mut queue, mut data) = (ptr::null_mut(), ptr::null_mut::<c_void>());
-        // SAFETY: room for two addresses; the queue is ours.
+        // SAFETY: the channel exists, there is room for two addresses, and the queue is this end's.
         unsafe {
             verbs().get_cq_event(self.channel, &raw mut queue, &raw mut data).unwrap();
             assert_eq!(queue, self.queue);
@@ -539,7 +539,7 @@ impl End {
         true
     }
 
-    /// The next completion, slept for on the channel.
+    /// Waits for the next completion, asleep on the channel.
     pub(crate) fn wait(&self) -> IbvWc {
         let end = Instant::now() + DEADLINE;
         loop {
@@ -555,17 +555,17 @@ impl End {
         }
     }
 
-    /// The next completion, which is a good one.
+    /// Waits for the next completion, and asserts that it is a success.
     pub(crate) fn good(&self) -> IbvWc {
         let wc = self.wait();
         assert_eq!(wc.status, 0, "{wc:?}");
         wc
     }
 
-    /// The next asynchronous event, acknowledged.
+    /// Waits for the next asynchronous event, and acknowledges it.
     pub(crate) fn event(&self) -> (c_uint, *mut c_void) {
         let mut event = IbvAsyncEvent { element: ptr::null_mut(), event_type: 0 };
-        // SAFETY: an open device, and room for an event.
+        // SAFETY: the device is open, and there is room for an event.
         unsafe {
             assert!(is_readable((*self.context).async_fd, DEADLINE), "no event");
             verbs().get_async_event(self.context, &raw mut event).unwrap();
@@ -575,7 +575,7 @@ impl End {
     }
 
     pub(crate) fn has_event(&self) -> bool {
-        // SAFETY: an open device.
+        // SAFETY: the device is open.
         is_readable(unsafe { (*self.context).async_fd }, Duration::ZERO)
     }
 
@@ -583,9 +583,9 @@ impl End {
         self.modify(IbvQpAttr { qp_state: 6, ..IbvQpAttr::default() }, 1).unwrap();
     }
 
-    /// Registers the memory anew: the old keys are good for nothing.
+    /// Registers the memory again: the old keys are refused from now on.
     pub(crate) fn register_again(&mut self) {
-        // SAFETY: a region that nothing is posted with that has to succeed; the memory is this end's.
+        // SAFETY: the region exists, and is deregistered once; the memory is this end's.
         unsafe {
             verbs().dereg_mr(self.region).unwrap();
             let memory = self.memory.cast();
@@ -596,14 +596,14 @@ impl End {
 
     pub(crate) fn destroy_pair(&mut self) {
         let pair = std::mem::replace(&mut self.pair, ptr::null_mut());
-        // SAFETY: a queue pair that is there, which nobody uses from here on.
+        // SAFETY: the queue pair exists, and nobody uses it from here on.
         unsafe { verbs().destroy_qp(pair).unwrap() };
     }
 }
 
 pub(crate) fn is_readable(fd: c_int, within: Duration) -> bool {
     let mut wanted = libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
-    // SAFETY: one descriptor.
+    // SAFETY: the pointer leads to one `pollfd`.
     unsafe { libc::poll(&raw mut wanted, 1, within.as_millis() as c_int) == 1 }
 }
 
@@ -616,7 +616,7 @@ impl Drop for End {
         if !self.pair.is_null() {
             self.destroy_pair();
         }
-        // SAFETY: made by `new`, and given back once.
+        // SAFETY: `new` and `register_again` made these objects, and each is freed once, after those that use it.
         unsafe {
             v.dereg_mr(self.region).unwrap();
             v.destroy_cq(self.queue).unwrap();
@@ -628,7 +628,7 @@ impl Drop for End {
     }
 }
 
-/// Bytes that are all different from their neighbours.
+/// A byte for position `at`, so that misplaced data is noticed.
 pub(crate) fn pattern(at: usize) -> u8 {
     (at.wrapping_mul(2_654_435_761) >> 13) as u8
 }

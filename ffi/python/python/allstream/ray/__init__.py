@@ -1,7 +1,7 @@
 """Ray's collectives on allstream.
 
-`import allstream.ray as col` in place of `import ray.util.collective as col` is all that a program changes: every name of Ray's module
-is here, and those of the document that it was designed by. "nccl" and "gloo" as the name of a backend make a group of allstream's, too.
+A program only replaces `import ray.util.collective as col` by `import allstream.ray as col`: this module has every name of Ray's module,
+and the further names of its design document. The backend names "nccl" and "gloo" make a group of allstream's, too.
 
     import ray, allstream.ray as col
 
@@ -16,10 +16,10 @@ is here, and those of the document that it was designed by. "nccl" and "gloo" as
             col.allreduce(x, "g")
             return x
 
-A program that keeps `ray.util.collective`, or that uses a library which does, calls `register()` on the driver before `ray.init()`: then
-Ray's module takes the backend "allstream" in every actor and task of the job.
+A program that still imports `ray.util.collective`, itself or through a library, calls `register()` on the driver before `ray.init()`: then
+Ray's module accepts the backend "allstream" in every actor and task of the job.
 
-Here, and not in Ray's module, are `gather`, `scatter`, `all_to_all`, every function with `_async` behind its name (it returns a work
+This module has more than Ray's: `gather`, `scatter`, `all_to_all`, an `_async` form of every operation (it returns an object
 with `wait`), `empty`, the `*_multigpu` forms for tensors of any kind, `gang`, and the `*_refs` functions that a driver calls on
 ObjectRefs.
 
@@ -33,7 +33,7 @@ from typing import Any
 
 from allstream.ray.hook import register, register_here
 
-# Where each name is.
+# The submodule that defines each name.
 _PLACES = {
     "group": ["AllstreamGroup", "get_group", "init_collective_group", "destroy"],
     "calls": [
@@ -54,7 +54,7 @@ _PLACES = {
     ],
 }
 _MODULE_OF = {name: module for module, names in _PLACES.items() for name in names}
-# What is Ray's own.
+# The names that are taken from Ray's module as they are.
 _OF_RAY = [
     "get_rank", "get_collective_group_size", "is_group_initialized", "get_group_handle", "nccl_available", "gloo_available",
     "is_backend_available", "register_collective_backend", "types", "util", "backend_registry", "collective_group", "synchronize",
@@ -66,16 +66,16 @@ __all__ = ["register", "collective", *_MODULE_OF, *_OF_RAY]
 
 def __getattr__(name: str) -> Any:
     if name == "collective":
-        # Ray has all its functions a second time in `ray.util.collective.collective`.
+        # Ray's functions are also in the submodule `ray.util.collective.collective`; here, `collective` is this module itself.
         return sys.modules[__name__]
     if name not in _OF_RAY and name not in _MODULE_OF:
         raise AttributeError(f"module 'allstream.ray' has no attribute {name!r}")
-    # Ray's module first, as where a program imports that: two threads that took the two in different orders would wait for each other.
+    # Import Ray's module first, as a program that uses it does: two threads that import the two packages in different orders can deadlock.
     register_here()
     if name in _OF_RAY:
         of_ray = importlib.import_module("ray.util.collective")
         if not hasattr(of_ray, name) and not hasattr(of_ray.collective, name):
-            # A module of Ray's that nobody has imported yet.
+            # A submodule of Ray's that is not imported yet.
             importlib.import_module(f"ray.util.collective.{name}")
         value = getattr(of_ray if hasattr(of_ray, name) else of_ray.collective, name)
     else:

@@ -1,7 +1,7 @@
-"""What Ray's functions call tensors: numpy arrays, torch tensors and cupy arrays, looked at alike.
+"""What Ray's functions call tensors: one interface for numpy arrays, torch tensors and cupy arrays.
 
-Ray's lists of tensors are separate pieces of memory, and the engine's buffers are one piece. Where the tensors of a list lie one
-behind the other (as those of `list(torch.zeros(n, k))` do) they are used where they are; else they are copied together.
+Ray's functions take lists of separate tensors, and the engine takes one contiguous buffer. If the tensors of a list lie one behind the
+other in memory (as those of `list(torch.zeros(n, k))` do), they are used in place; else they are copied into, or from, one buffer.
 """
 
 import sys
@@ -22,7 +22,7 @@ def check_one(array: Any) -> None:
 
 
 def check_list(arrays: Any) -> None:
-    """Raises what Ray raises for whatever is not a list of tensors, with at least one."""
+    """Raises what Ray raises unless `arrays` is a list of at least one tensor."""
     if not isinstance(arrays, list):
         raise RuntimeError(f"The input must be a list of tensors. Got '{type(arrays)}'.")
     if not arrays:
@@ -32,7 +32,7 @@ def check_list(arrays: Any) -> None:
 
 
 def dtype(array: Any) -> str:
-    """The name of the type of an element, the same for numpy and torch."""
+    """The name of the type of the elements, the same for all three libraries."""
     return str(array.dtype).rsplit(".", 1)[-1]
 
 
@@ -52,7 +52,7 @@ def address(array: Any) -> int:
 
 
 def span(array: Any) -> Tuple[int, int]:
-    """Where its memory begins and ends."""
+    """The addresses where the memory of a contiguous array begins and ends."""
     begin = address(array)
     return begin, begin + count(array) * itemsize(array)
 
@@ -69,13 +69,13 @@ def device(array: Any) -> str:
 
 
 def overlap(arrays: Sequence[Any]) -> bool:
-    """Whether two of them share memory."""
+    """Whether two of the arrays share memory, if all are contiguous."""
     spans = sorted(span(array) for array in arrays if count(array))
     return any(first[1] > second[0] for first, second in zip(spans, spans[1:]))
 
 
 def check_alike(arrays: Sequence[Any], like: Any, what: str, same_count: bool = True) -> None:
-    """Raises `Invalid` (a ValueError and a RuntimeError) unless all have the type, and the length, of `like`."""
+    """Raises `Invalid` (a ValueError and a RuntimeError) unless all have the type of `like` and, with `same_count`, its length."""
     for index, array in enumerate(arrays):
         if dtype(array) != dtype(like):
             raise errors.Invalid(f"{what}[{index}] has type {dtype(array)}, and the tensor has {dtype(like)}: they must be the same")
@@ -86,7 +86,7 @@ def check_alike(arrays: Sequence[Any], like: Any, what: str, same_count: bool = 
 
 
 def check_outputs(arrays: Sequence[Any], what: str) -> None:
-    """Raises `Invalid` unless each of the outputs can be written to, and has memory of its own (those of `[zeros] * 2` do not)."""
+    """Raises `Invalid` unless each output can be written to, and no two share memory (as the two of `[zeros] * 2` do)."""
     for index, array in enumerate(arrays):
         if kind(array) == NUMPY and not array.flags.writeable:
             raise errors.Invalid(f"{what}[{index}] is read-only, as what ray.get gives is: use a copy of it")
@@ -97,9 +97,9 @@ def check_outputs(arrays: Sequence[Any], what: str) -> None:
 
 
 def joined(arrays: Sequence[Any], written: bool) -> Optional[Any]:
-    """One flat array over the memory of all, if they lie one behind the other, in order; else None.
+    """One flat array over the memory of all arrays, if they lie one behind the other in order; else None.
 
-    What an operation only reads may be read-only, and is then joined to an array that is so, too. What is `written` may not.
+    If one of them is read-only, the flat array is read-only, too; or None, if the operation writes there (`written`).
     """
     first = arrays[0]
     at = address(first)
@@ -137,7 +137,7 @@ def flat_like(like: Any, length: int) -> Any:
 
 
 def copy(into: Any, source: Any) -> None:
-    """Copies one array into another of the same type and count, whatever the two are."""
+    """Copies one array into another of the same type and count. numpy and torch mix; cupy arrays are copied only into cupy arrays."""
     if kind(into) == TORCH and kind(source) == TORCH:
         with sys.modules["torch"].no_grad():
             into.copy_(source.reshape(into.shape))
@@ -159,7 +159,7 @@ def _as_numpy(tensor: Any, as_type: Any) -> Any:
 
 
 def together(arrays: Sequence[Any]) -> Any:
-    """A new flat array with the elements of all, in order."""
+    """A new flat array with the elements of all arrays, in order."""
     flat = flat_like(arrays[0], sum(count(array) for array in arrays))
     at = 0
     for array in arrays:
@@ -169,7 +169,7 @@ def together(arrays: Sequence[Any]) -> Any:
 
 
 def spread(flat: Any, arrays: List[Any]) -> None:
-    """Copies a flat array into all, in order."""
+    """Copies the parts of a flat array into the arrays, in order."""
     at = 0
     for array in arrays:
         copy(array, flat[at:at + count(array)])

@@ -1,15 +1,15 @@
-"""The functions that an actor or a task calls: Ray's own, those that Ray lacks, and all of them without waiting.
+"""The functions that an actor or a task calls: those of Ray, some that Ray lacks, and an `_async` form of each operation that does not wait.
 
-All take the group by its name, work in place, and check first: what is wrong raises at once, and nothing is submitted. A tensor is a
-numpy array, a torch tensor or a cupy array; the ranks of one group may have different ones. The functions with `_async` return a
+All take the name of the group, work in place, and check first: a wrong argument raises at once, and nothing is submitted. A tensor is a
+numpy array, a torch tensor or a cupy array; the ranks of one group may use different kinds. The functions with `_async` return a
 `Pending` at once; the others block, and return None.
 
-Raises, all of them:
-    RuntimeError: outside an actor or task; an absent group; an unknown type of tensor; a list of another length than the group has
-        ranks; a message to this rank itself.
-    ValueError: a rank that the group has not; tensors of different types or lengths, read-only ones, outputs that share memory.
+All functions raise:
+    RuntimeError: outside an actor or task; an absent group; an unknown type of tensor; a list whose length is not
+        the number of ranks; a message to this rank itself.
+    ValueError: a rank outside the group; tensors of different types or lengths, read-only ones, outputs that share memory.
     TimeoutError: ranks that did not come, or an operation that did not end, within the group's timeout.
-    allstream.Error: everything else, as `PeerLost` (a ConnectionError) with the rank that was lost.
+    allstream.Error: everything else, such as `PeerLost` (a ConnectionError) with the rank that was lost.
 """
 
 from typing import Any, List, Optional, Sequence, Union
@@ -21,18 +21,18 @@ from allstream.ray.group import AllstreamGroup, Pending, get_group, op_name
 
 
 def allreduce_async(tensor: Any, group_name: str = "default", op: ReduceOp = ReduceOp.SUM) -> Pending:
-    """Every rank's `tensor` becomes the reduction of all."""
+    """Every rank's `tensor` becomes the reduction of all ranks' tensors."""
     arrays.check_one(tensor)
     return get_group(group_name).start_allreduce(tensor, op_name(op))
 
 
 def allreduce(tensor: Any, group_name: str = "default", op: ReduceOp = ReduceOp.SUM) -> None:
-    """Every rank's `tensor` becomes the reduction of all."""
+    """Every rank's `tensor` becomes the reduction of all ranks' tensors."""
     allreduce_async(tensor, group_name, op).wait()
 
 
 def reduce_async(tensor: Any, dst_rank: int = 0, group_name: str = "default", op: ReduceOp = ReduceOp.SUM) -> Pending:
-    """The `tensor` of rank `dst_rank` becomes the reduction of all; the others' stay."""
+    """The `tensor` of rank `dst_rank` becomes the reduction of all ranks' tensors; the other tensors do not change."""
     arrays.check_one(tensor)
     group = get_group(group_name)
     check_rank(group, dst_rank)
@@ -40,7 +40,7 @@ def reduce_async(tensor: Any, dst_rank: int = 0, group_name: str = "default", op
 
 
 def reduce(tensor: Any, dst_rank: int = 0, group_name: str = "default", op: ReduceOp = ReduceOp.SUM) -> None:
-    """The `tensor` of rank `dst_rank` becomes the reduction of all; the others' stay."""
+    """The `tensor` of rank `dst_rank` becomes the reduction of all ranks' tensors; the other tensors do not change."""
     reduce_async(tensor, dst_rank, group_name, op).wait()
 
 
@@ -108,12 +108,12 @@ def recv(tensor: Any, src_rank: int, group_name: str = "default") -> None:
 
 
 def barrier_async(group_name: str = "default") -> Pending:
-    """Is done on no rank before every rank has called it."""
+    """The returned work is done on no rank before every rank has called this."""
     return get_group(group_name).start_barrier()
 
 
 def barrier(group_name: str = "default") -> None:
-    """Returns on no rank before every rank has called it."""
+    """Returns on no rank before every rank has called this."""
     barrier_async(group_name).wait()
 
 
@@ -150,7 +150,7 @@ def scatter(tensor: Any, scatter_list: Optional[List[Any]] = None, src_rank: int
 def all_to_all_async(output_tensor_list: List[Any], input_tensor_list: List[Any], group_name: str = "default") -> Pending:
     """`output_tensor_list[r]` becomes what rank r has for this rank in its `input_tensor_list`.
 
-    Lengths may differ: what is received from a rank must be as long as what that rank sends.
+    The tensors may differ in length: each output must be as long as the tensor that its rank sends.
     """
     arrays.check_list(output_tensor_list)
     arrays.check_list(input_tensor_list)
@@ -168,7 +168,7 @@ alltoall, alltoall_async = all_to_all, all_to_all_async
 def empty(shape: Union[int, Sequence[int]], dtype: Any = "float32", group_name: str = "default") -> Any:
     """An array of zeros in memory that the group's other ranks on this host read in place: collectives on it copy nothing.
 
-    A `dtype` of torch gives a torch tensor; one of numpy, or its name, a numpy array.
+    A `dtype` of torch gives a torch tensor; one of numpy, or its name, gives a numpy array.
     """
     return get_group(group_name).comm().empty(shape, dtype)
 

@@ -11,7 +11,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from allstream import errors
 from allstream.ray.hook import BACKEND, backend_here, register_here
 
-# Beyond the time that ranks wait for each other: for an actor that is still starting.
+# Seconds that the driver waits beyond the ranks' own timeout, for actors that are still starting; also how long it waits for actors to leave.
 _GRACE = 5.0
 
 
@@ -29,17 +29,17 @@ def create_collective_group(
     goes wrong. An actor that has joined the same group with the same rank by itself is left as it is.
 
     Args:
-        actors: their handles; every one runs its methods in order, so the group is made when what was called before is done.
-        world_size: how many they are.
+        actors: handles of the actors. Each runs its calls in order, so it joins when the calls that were made before are done.
+        world_size: the number of actors.
         ranks: the rank of each, a permutation of 0 to `world_size - 1`.
-        backend: "allstream"; "nccl" and "gloo" mean the same here. Any other is Ray's function's.
-        gloo_timeout: how long they wait for each other, and how long an operation may take, in milliseconds.
+        backend: "allstream"; "nccl" and "gloo" mean the same here. Any other name is passed on to Ray's function.
+        gloo_timeout: how long the ranks wait for each other, and how long an operation may take, in milliseconds.
 
     Raises:
-        RuntimeError: ranks that are no permutation, a world size that is not their number, an actor that has another group of
+        RuntimeError: ranks that are no permutation, a world size that is not the number of actors, an actor that has another group of
             this name.
         ValueError: an actor that is there twice.
-        TimeoutError: actors that did not come in time, by rank.
+        TimeoutError: it names the ranks whose actors did not join in time, or the rank whose actor died.
     """
     register_here()
     backend = backend_here(backend)
@@ -60,9 +60,9 @@ def create_collective_group(
 
 
 def declare_collective_group(actors: Sequence[Any], options: Optional[Mapping[str, Any]] = None, **more: Any) -> None:
-    """The older name: `declare_collective_group([A, B], {"group_name": "g", "world_size": 2, "ranks": [0, 1]})`.
+    """The older name of `create_collective_group`: `declare_collective_group([A, B], {"group_name": "g", "world_size": 2, "ranks": [0, 1]})`.
 
-    The options may be given as keywords, too. What is left out: ranks in order, as many as there are actors, "allstream", "default".
+    The options may be given as keywords, too. The defaults: all actors, their ranks in order, the backend "allstream", the name "default".
     """
     given: Dict[str, Any] = {**(options or {}), **more}
     if "rank" in given:
@@ -73,7 +73,7 @@ def declare_collective_group(actors: Sequence[Any], options: Optional[Mapping[st
 
 
 def destroy_collective_group(group_name: str = "default") -> None:
-    """In an actor, Ray's function of this name. In the driver: all actors leave the group that was created here.
+    """In an actor, calls Ray's function of this name. In the driver, makes all actors leave the group that this driver created.
 
     Raises:
         ValueError: this driver has created no such group.
@@ -92,7 +92,7 @@ destroy_group = destroy_collective_group
 
 
 def _join(actor: Any, world_size: int, rank: int, group_name: str, gloo_timeout: int, call: str) -> None:
-    """What runs in an actor to join: waits until all have met."""
+    """Runs in an actor: joins the group, and waits until all ranks have met."""
     register_here()
     from ray.util.collective import init_collective_group, is_group_initialized
 
@@ -109,7 +109,7 @@ def _join(actor: Any, world_size: int, rank: int, group_name: str, gloo_timeout:
 
 
 def _leave(actor: Any, group_name: str, call: Optional[str]) -> None:
-    """What runs in an actor to leave: with a call's name, only a group that was made by that call."""
+    """Runs in an actor: leaves the group; with a `call`, only if that call of the driver made the group."""
     from ray.util.collective import destroy_collective_group as of_ray
     from ray.util.collective import is_group_initialized
 
@@ -140,7 +140,7 @@ def _wait_for_joins(joins: List[Any], group_name: str, timeout: float) -> None:
 
 def _leave_all(actors: Sequence[Any], group_name: str, call: Optional[str] = None) -> None:
     leaves = [actor.__ray_call__.remote(_leave, group_name, call) for actor in actors]
-    # An actor that is dead, or busy for longer, leaves when it ends.
+    # An actor that is busy for longer leaves when it comes to this call; one that is dead has left.
     ray.wait(leaves, num_returns=len(leaves), timeout=_GRACE)
 
 
@@ -173,7 +173,7 @@ def _remember(actors: List[Any], group_name: str) -> None:
 
 
 class Gang:
-    """Actors that were placed together, and are a group: `gang[rank]`, `len(gang)`, and all of them in order of rank."""
+    """Actors that were placed together, and form a group: `gang[rank]`, `len(gang)`, and iteration in order of rank."""
 
     def __init__(self, actors: List[Any], group_name: str, placement: Any) -> None:
         self.actors, self.group_name, self.placement_group = actors, group_name, placement
@@ -188,7 +188,7 @@ class Gang:
         return iter(self.actors)
 
     def shutdown(self) -> None:
-        """Ends the actors, and gives back what they were placed on."""
+        """Kills the actors, and removes their placement group."""
         _end(self.actors, self.placement_group)
         _manager().remove_remote_communicator(self.group_name)
 
@@ -215,16 +215,16 @@ def gang(
 
     Args:
         actor_class: a class with `@ray.remote`.
-        args: what its constructor gets; or a function of the rank that returns it.
-        resources: what each actor needs, as `{"CPU": 1, "GPU": 1}`; one CPU where it is left out.
-        strategy: of the placement group: "PACK", "SPREAD", "STRICT_PACK" or "STRICT_SPREAD".
+        args: the arguments of its constructor, or a function that returns them for a rank.
+        resources: what each actor needs, such as `{"CPU": 1, "GPU": 1}`; by default one CPU.
+        strategy: the strategy of the placement group: "PACK", "SPREAD", "STRICT_PACK" or "STRICT_SPREAD".
         timeout: how many seconds to wait until all can be placed.
-        gloo_timeout: as of `create_collective_group`.
-        options: more for `actor_class.options`.
+        gloo_timeout: as for `create_collective_group`.
+        options: further options for `actor_class.options`.
 
     Raises:
-        Unavailable: what could not be placed, and what the cluster has. Nothing is left of the attempt.
-        TimeoutError: the actors were placed, and did not meet.
+        Unavailable: it says what could not be placed, and what the cluster has. No actor and no placement group is left.
+        TimeoutError: the actors were placed, but did not meet in time.
     """
     if world_size <= 0:
         raise RuntimeError(f"World size must be greater than zero. Got '{world_size}'.")
@@ -255,7 +255,7 @@ def _place(placement: Any, rank: int) -> Any:
 
 
 def _asked(bundle: Mapping[str, float]) -> Dict[str, Any]:
-    """A bundle as the options of an actor say it."""
+    """The options with which an actor asks for the resources of a bundle."""
     names = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
     asked: Dict[str, Any] = {names[name]: amount for name, amount in bundle.items() if name in names}
     asked.setdefault("num_cpus", 0)

@@ -25,8 +25,8 @@ _DEFAULT_TIMEOUT_MS = 30_000
 class Pending:
     """An operation in flight, as the `_async` functions return it.
 
-    It runs whether or not anybody waits for it, and its tensors must not be touched before it is done. What it puts into a list of
-    tensors is there after `wait`, `result` or `await`.
+    It runs whether or not anybody waits for it, and its tensors must not be touched before it is done. If the result is a list of
+    tensors, these have their new values only after `wait`, `result` or `await`.
     """
 
     def __init__(self, group: "AllstreamGroup", what: str, work: Any, result: Any, finish: Optional[Callable[[], None]] = None) -> None:
@@ -59,14 +59,14 @@ class Pending:
         return self._work.exception()
 
     def add_done_callback(self, callback: Callable[["Pending"], None]) -> None:
-        """Calls `callback` with this when it is over, on a thread of allstream's; at once, if it is."""
+        """Calls `callback(self)` when the operation is over, on a thread of allstream's; at once, if it is over already."""
         self._work.add_done_callback(lambda _: callback(self))
 
     def join(self, stream: Any) -> None:
-        """What is put on `stream` from here on starts after this operation, and the caller does not wait.
+        """Whatever is put on `stream` after this call starts after this operation; the caller does not wait.
 
         Raises:
-            Invalid: a CUDA stream, and tensors of a list that do not lie one behind the other, into which results are copied: wait().
+            Invalid: `stream` is a CUDA stream, and the results must be copied into separate tensors of a list. Call `wait()` instead.
         """
         is_host = isinstance(stream, HostStream)
         if self._finish is not None and not is_host:
@@ -88,18 +88,19 @@ class Pending:
 
     def _done(self) -> Any:
         with self._lock:
-            finish, self._finish = self._finish, None
-            if finish is not None:
-                finish()
+            if self._finish is not None:
+                # If it raises, a later call copies again, and does not return as if all were well.
+                self._finish()
+                self._finish = None
         return self._result
 
 
 class AllstreamGroup(BaseGroup):
     """One rank's part in a group.
 
-    The constructor returns at once, as Ray holds a lock meanwhile that all groups of the process need: the ranks meet in a thread,
-    and the first call waits for that. `gloo_timeout`, in milliseconds, is how long they wait for each other, and then how long an
-    operation may be the oldest unfinished one before the group ends.
+    The constructor returns at once, because Ray calls it under a lock that all groups of the process need. The ranks meet on a thread,
+    and the first call waits until they have met. `gloo_timeout`, in milliseconds, is how long they wait for each other, and then how
+    long an operation may be the oldest unfinished one before the group fails.
     """
 
     def __init__(self, world_size: int, rank: int, group_name: str, gloo_timeout: Optional[int] = None) -> None:
@@ -107,13 +108,13 @@ class AllstreamGroup(BaseGroup):
         if gloo_timeout is None:
             gloo_timeout = _timeout_of_caller()
         self.timeout = gloo_timeout / 1000
-        # Ranks of several devices, made when they are first used; see multi.py.
+        # The `Node`: one communicator for each device of this process, made at the first use; see multi.py.
         self.node: Any = None
-        # Transfers of ObjectRefs that were given up are still in flight: then a goodbye would wait for them.
+        # Whether a transfer of an ObjectRef was given up. Its messages stay in flight, and closing the communicator would wait for them.
         self.given_up = False
-        # What announces messages between devices, by the process at the other end; see multi.py.
+        # The `Letters` that announce messages between devices, by the rank of the peer process; see multi.py.
         self._letters: Dict[int, Any] = {}
-        # The driver's call that made this group, if it was one; see driver.py.
+        # The random name of the driver's call that made this group, if a driver made it; see driver.py.
         self.made_by: Optional[str] = None
         # The transfers of ObjectRefs in flight, by tag; see refs.py.
         self.transfers: Dict[int, Any] = {}
@@ -146,7 +147,7 @@ class AllstreamGroup(BaseGroup):
         comm = self._comm
         if comm is not None and not self._destroyed:
             return comm
-        # The thread keeps the deadline; 5 seconds more are for a store that is slow to answer.
+        # The meeting thread ends at the deadline; the 5 seconds more are for a store that is slow to answer.
         if not self._met.wait(max(0.0, self._until - time.monotonic()) + 5.0):
             raise errors.Rendezvous(self.says(f"the ranks did not meet within {self.timeout:g} s: Ray's key-value store does not answer"))
         if self._failure is not None:
@@ -227,15 +228,17 @@ class AllstreamGroup(BaseGroup):
             raise self.told(error, f"recv from rank {recv_options.src_rank}")
 
     def destroy_group(self) -> None:
-        """Leaves the group; never raises, and waits for no other rank's sake. Ranks that still call it get an error."""
+        """Leaves the group; never raises. Waits for this rank's operations, then up to 2 s for the others to leave; their later calls fail."""
         self._cancel.set()
         with self._lock:
             self._destroyed = True
             comm = self._comm
-        for transfer in list(self.transfers.values()):
+        # The messages of a transfer that is aborted here stay with the engine, and closing the communicator would wait for them.
+        aborted = list(self.transfers.values())
+        for transfer in aborted:
             transfer.abort()
         if self.node is not None:
-            # One rank's goodbye waits for those of the others, which are here, too.
+            # Closing one communicator waits for the other ranks to close theirs, and some of those are in this process: so close all at once.
             leaving = [threading.Thread(target=_leave, args=(part, True), daemon=True) for part in self.node.comms]
             for thread in leaving:
                 thread.start()
@@ -243,7 +246,7 @@ class AllstreamGroup(BaseGroup):
                 thread.join()
             self.node = None
         if comm is not None:
-            _leave(comm, orderly=not self.given_up)
+            _leave(comm, orderly=not (self.given_up or aborted))
             self._comm = None
 
     @classmethod
@@ -258,7 +261,7 @@ class AllstreamGroup(BaseGroup):
             return False
         return True
 
-    # What the functions of allstream.ray call: submits, and returns what can be waited for.
+    # What the functions of allstream.ray call: each submits an operation, and returns its `Pending`.
 
     def start_allreduce(self, x: Any, op: str) -> Pending:
         return self.start("allreduce", lambda comm: comm.all_reduce(x, op=op, timeout=self.timeout), x)
@@ -313,7 +316,7 @@ class AllstreamGroup(BaseGroup):
         self._check_length("all_to_all", parts)
         self._checked("all_to_all", lambda: arrays.check_alike(parts, parts[0], "the input list", same_count=False))
         send, receive = [arrays.count(part) for part in parts], [arrays.count(out) for out in outs]
-        # A rank whose parts are all alike cannot know that no other rank's differ: so all ranks say how long theirs are.
+        # A rank whose parts have equal lengths cannot know whether those of another rank do: so every rank always gives the lengths.
         counts = {"send_counts": send, "recv_counts": receive}
         flat_out, finish = self._into("all_to_all", outs, parts[0], parts, same_count=False)
         flat = self._from(parts, [])
@@ -325,7 +328,7 @@ class AllstreamGroup(BaseGroup):
         return op_name(getattr(options, "reduceOp", ReduceOp.SUM))
 
     def _into(self, what: str, outs: List[Any], like: Any, inputs: List[Any], same_count: bool = True) -> "tuple[Any, Any]":
-        """One array for the results of all ranks, and what copies it into the list, if that is needed."""
+        """One flat array for the results of all ranks, and the function that copies it into the list; None if `outs` itself is that array."""
 
         def check() -> None:
             arrays.check_alike(outs, like, "the list of outputs", same_count)
@@ -339,7 +342,7 @@ class AllstreamGroup(BaseGroup):
         return temporary, lambda: arrays.spread(temporary, outs)
 
     def _from(self, parts: List[Any], outs: List[Any]) -> Any:
-        """One array with all parts: where they are, or a copy."""
+        """One flat array with all parts: over their own memory, or a copy."""
         flat = arrays.joined(parts, written=False)
         if flat is not None and not arrays.overlap([flat, *outs]):
             return flat
@@ -424,7 +427,7 @@ def _leave(comm: Any, orderly: bool) -> None:
 
 
 def _timeout_of_caller() -> int:
-    """The `gloo_timeout` that a program gave: Ray gives it to the backend named GLOO alone, so it is read where Ray has it."""
+    """The `gloo_timeout` of the program. Ray passes it to the backend GLOO alone, so this reads a local variable of Ray's calling function."""
     frame = sys._getframe(2)
     value = frame.f_locals.get("gloo_timeout") if frame.f_code.co_name == "create_collective_group" else None
     return _DEFAULT_TIMEOUT_MS if value is None else value

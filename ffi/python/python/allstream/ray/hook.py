@@ -1,16 +1,16 @@
 """How every process of a job comes to know the backend "allstream".
 
-Ray asks for a backend to be registered in the driver and in each worker. `register()` does the first at once; for the second it names
-`setup` below as the job's `worker_process_setup_hook`, which Ray runs in every worker process as it starts:
+A backend of Ray's must be registered in the driver and in each worker. `register()` registers in the driver at once, and makes `setup`
+below the job's `worker_process_setup_hook`, which Ray runs in every worker process as the process starts:
 
-* Before `ray.init`, the hook travels by the environment variable from which `ray.init` takes a job's configuration. Ray merges it
-  with the `runtime_env` that the program gives, so both hold; `ray.shutdown()` and another `ray.init()` find it again.
+* Before `ray.init`, the hook's name is put into the environment variable from which `ray.init` takes a job's configuration. Ray merges
+  that with the `runtime_env` of the program, so both apply, also after `ray.shutdown()` and another `ray.init()`.
 * After `ray.init`, a job's configuration cannot be changed. `allstream.ray.create_collective_group` then registers on its actors
-  by itself, and a process that imports `allstream.ray` is registered by that: so a program which calls the functions of this
+  by itself, and importing `allstream.ray` registers in the importing process. So a program which calls the functions of this
   package, and not those of `ray.util.collective`, need not call `register()`.
 
-In a worker, registering waits until the program imports `ray.util.collective`, which takes seconds since it imports torch: a worker
-that never communicates is as fast to start as before.
+A worker registers only when its program imports `ray.util.collective`. That import takes seconds, as it imports torch, so a worker
+that never communicates starts as fast as before.
 """
 
 import importlib.abc
@@ -29,7 +29,7 @@ BACKEND = "ALLSTREAM"
 HOOK = "allstream.ray.hook.setup"
 # Ray's name of the variable by which a job's configuration reaches `ray.init`.
 JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-# Ray's own backends. What `allstream.ray` makes where a program names one of them is a group of allstream's, which does what both do.
+# Ray's own backends. If a program names one of them, `allstream.ray` makes a group of allstream's, which does what both backends do.
 _OF_RAY = ("NCCL", "GLOO")
 _HOOK_FIELD = "worker_process_setup_hook"
 
@@ -59,21 +59,21 @@ def backend_here(name: str) -> str:
 
 
 def setup() -> None:
-    """What Ray runs in each worker process: registers as soon as the program imports what there is to register with."""
+    """What Ray runs in each worker process: registers as soon as the program imports Ray's collectives."""
     _after_import("ray.util.collective.collective", _register_all)
 
 
 def register_here() -> None:
     """Registers in this process, now."""
-    # The whole package: who imports a part of it does not wait for another thread that is importing the package.
+    # Imports the whole package: the import of a submodule would not wait for another thread that is importing the package.
     importlib.import_module("ray.util.collective")
     _register_all()
 
 
 def _watch() -> None:
-    """What importing `allstream.ray` does in a driver: groups and transport are known as soon as the program imports what they are for."""
+    """What importing `allstream.ray` does in a driver: registers as soon as the program imports Ray's collectives, or torch."""
     _after_import("ray.util.collective.collective", _register_all)
-    # A class may name the transport before anything else of Ray's collectives is imported.
+    # A class may name the tensor transport before the program imports Ray's collectives.
     _after_import("torch", _register_transport)
 
 
@@ -83,7 +83,7 @@ def _register_all() -> None:
 
 
 def _register_group() -> None:
-    # It registers as it is imported, which may have begun already: its own first import may be what has called this.
+    # The module registers its backend while it is imported. Its import may be under way already, and may have caused this call.
     importlib.import_module("allstream.ray.group")
 
 
@@ -91,8 +91,8 @@ def _register_transport() -> None:
     try:
         importlib.import_module("allstream.ray.transport").register()
     except ImportError as missing:
-        # Ray Direct Transport is alpha: a Ray whose parts have other names has groups, and no ObjectRefs of allstream's. Or this is
-        # called while Ray's module imports torch, and is called again when that module is there.
+        # Ray Direct Transport is alpha. With a Ray that names its parts otherwise, groups work, and allstream's ObjectRefs do not. Or Ray's
+        # module is just importing torch: then this is called again when that module has been imported.
         logger.debug("allstream.ray: no tensor transport, as this Ray has none that is known here: %s", missing)
 
 
@@ -119,7 +119,7 @@ def _name_hook() -> None:
 
 
 def _after_import(module: str, action: Callable[[], None]) -> None:
-    """Calls `action` when `module` has been imported; now, if it has been."""
+    """Calls `action` when `module` has been imported; at once, if `sys.modules` has it already."""
     if module in sys.modules:
         action()
     else:
@@ -127,7 +127,7 @@ def _after_import(module: str, action: Callable[[], None]) -> None:
 
 
 class _Watch(importlib.abc.MetaPathFinder):
-    """Waits for one module to be imported, and leaves the finding and loading of it to those who do that."""
+    """Waits for the import of one module, which the usual finder and loader carry out."""
 
     def __init__(self, module: str, action: Callable[[], None]) -> None:
         self.module, self.action = module, action

@@ -1,26 +1,27 @@
 """How the ranks of a group find each other through Ray's key-value store.
 
-The ranks of a group have in common its job, its name and its size, and nothing else. Each may have tried before and failed, or may be
-a new process in a dead one's place, and they cannot agree on how often: the number of a rank's own tries says nothing of the
-others'. So rank 0 makes a fresh random name for each attempt, and the others answer to that name:
+The ranks share nothing but the job, the group's name and its size. Each rank may have tried before and failed, or may be a new process
+in the place of a dead one. So the ranks cannot number their attempts: the count of a rank's own tries says nothing about the other
+ranks. Instead, rank 0 makes a fresh random name for each attempt, and the others answer under that name:
 
-    <job>/<group>/call               rank 0: the attempt's name and the size. The latest attempt replaces an older one.
-    <job>/<group>/<attempt>/here/<r> rank r: a nonce, fresh for each try of rank r, and the size it was told.
-    <job>/<group>/<attempt>/go       rank 0, when all are here: address, secret, and the nonces that it counted; or why it gave up.
+    <job>/<group>/call               rank 0: the attempt's name and the size. A new attempt replaces the older one.
+    <job>/<group>/<attempt>/here/<r> rank r: a nonce, fresh for each try of rank r, and the size that rank r was given.
+    <job>/<group>/<attempt>/go       rank 0, when all are here: address, secret, and the nonces that it found; or why it gave up.
 
 1. Rank 0 deletes what is left under the group's name, opens a socket that listens, and puts `call`.
-2. Rank r reads `call`. If that attempt has a `go` already, it is an old one, which went ahead without rank r or is over: rank r
-   waits for `call` to change. Else it puts `here/<r>`.
-3. Rank 0, when all ranks are here, puts `go`, and all connect. The secret is as fresh as the attempt, so that a process which has
-   the address of another attempt is turned away by the engine, too.
-4. Rank r connects only if `go` has the nonce of its own try. So what a rank left that has failed or died leads nobody anywhere: its
-   `here` stands under another attempt's name, or its nonce is nobody's.
-5. When rank 0 has connected, all have, and it deletes every key of the group. If it gives up (its deadline has passed, a rank
-   disagrees on the size) it says so in `go`, so that all others fail at once with the same reason, and deletes the keys when they
-   have gone. If rank 0 has died, each other rank takes back its `here` at its own deadline, and the last one deletes `call`.
+2. Rank r reads `call`. If that attempt has a `go` already, the attempt is old: it went ahead without this try of rank r, or is over.
+   Then rank r waits for `call` to change. Else rank r puts `here/<r>`.
+3. When all ranks are here, rank 0 puts `go`, and all connect. Each attempt has a fresh secret, so the engine also turns away a process
+   that has the address of another attempt.
+4. Rank r connects only if `go` has the nonce of its own try. So the keys of a rank that has failed or died mislead nobody: its
+   `here` is under the name of another attempt, or no living try has its nonce.
+5. When rank 0 has connected, all ranks have, and rank 0 deletes every key of the group. If rank 0 gives up (its deadline has passed, or
+   a rank disagrees on the size), it puts the reason into `go`, so that all others fail at once with that reason. It deletes the keys
+   when the others have deleted theirs, or after 2 s. If rank 0 has died, each other rank deletes its `here` at its own deadline, and the
+   last one deletes `call`.
 
-If `call` changes while rank r waits for `go`, rank 0 has started anew, and rank r answers anew. If rank 0 finds another attempt in
-`call`, or rank r another nonce in its own `here`, then two processes have joined as the same rank, and this is an error at once.
+If `call` changes while rank r waits for `go`, rank 0 has started a new attempt, and rank r answers that one. If rank 0 finds another
+attempt in `call`, or rank r another nonce in its own `here`, two processes have joined as the same rank: an error at once.
 
 Every wait ends at the deadline, which is the group's timeout from the start of the rank's own try.
 """
@@ -38,7 +39,7 @@ import allstream
 from allstream import _native, errors
 from allstream.ray.store import Store
 
-# How long rank 0, having given up, waits for the others to read why.
+# After rank 0 has given up: how many seconds it waits for the others to read the reason.
 _FAREWELL = 2.0
 
 
@@ -55,7 +56,7 @@ class Try:
         return max(0.0, self.deadline - time.monotonic())
 
     def wait(self) -> bool:
-        """Waits a little, longer each time; False when the time is over. A cancelled try raises."""
+        """Waits a little, longer each time; returns False when the deadline has passed. A cancelled try raises."""
         self.pause = min(self.pause * 1.5, max(0.05, self.world / 1000))
         if self.cancel.wait(min(self.pause, self.left())):
             raise errors.Aborted(self.told("the group was destroyed while its ranks were meeting"))
@@ -80,7 +81,7 @@ def meet(group: str, world: int, rank: int, timeout: float, cancel: threading.Ev
 
 
 def listen() -> "tuple[socket.socket, str]":
-    """A socket that listens on this node's address, at a free port, and that address as `connect` takes it."""
+    """A socket that listens on this node's address, at a free port, and its address in the form that `connect` takes."""
     descriptor, address = _native.listen_for_ranks((ray.util.get_node_ip_address(), 1))
     return socket.socket(fileno=descriptor), address
 
@@ -108,7 +109,7 @@ def _call(attempt: Try) -> Any:
         raise
     finally:
         listener.close()
-        # Where no newer attempt has begun, also what processes that were killed have left of older ones.
+        # If no newer attempt has begun, delete all keys of the group, also those that killed processes left in older attempts.
         store.delete_all("" if _is_latest(store, name) else f"{name}/")
 
 
@@ -117,7 +118,7 @@ def _is_latest(store: Store, name: str) -> bool:
 
 
 def _gather_nonces(attempt: Try, name: str) -> List[str]:
-    """Waits until all are here; the nonces by rank."""
+    """Waits until all other ranks are here, and returns their nonces by rank."""
     store, here = attempt.store, f"{name}/here/"
     seen: Set[int] = set()
     while True:
@@ -154,7 +155,7 @@ def _missing(attempt: Try, ranks: List[int]) -> BaseException:
 
 
 def _gone(attempt: Try, ranks: List[int]) -> BaseException:
-    """All ranks have come, but not all at one time: some gave up, or ended, before the last one came."""
+    """The error if every rank has come, but `ranks` gave up or ended before the last one came."""
     return errors.Rendezvous(
         attempt.told(
             f"all ranks came within {attempt.timeout:g} s, but {_who(ranks)} gave up or ended before the others were there. "
@@ -170,9 +171,9 @@ def _who(ranks: List[int]) -> str:
 
 
 def _say_why(attempt: Try, name: str, why: str) -> None:
-    """Tells those who are here why nothing comes of it, and waits a little until they have read it."""
+    """Tells the ranks that are here why the attempt has failed, and waits up to 2 s until they have read that."""
     store = attempt.store
-    # A process that is being killed may come here when another one has taken its place, and its keys are gone.
+    # A process that is being killed may come here after a new process has taken its place and has deleted these keys.
     if not _is_latest(store, name):
         return
     store.put(f"{name}/go", {"error": why})
@@ -210,7 +211,7 @@ def _here(attempt: Try, name: str) -> Set[int]:
 
 
 def _too_late(attempt: Try, name: Optional[str], seen: Set[int]) -> BaseException:
-    """Why this rank gives up at its deadline; `seen` are the ranks that were here meanwhile."""
+    """The error with which this rank gives up at its deadline; `seen` are the ranks that were here in the meantime."""
     if name is None:
         return _missing(attempt, [0])
     missing = sorted(set(range(1, attempt.world)) - seen - _here(attempt, name))
@@ -222,7 +223,7 @@ def _too_late(attempt: Try, name: Optional[str], seen: Set[int]) -> BaseExceptio
 
 
 def _answer_call(attempt: Try, nonce: str, name: Optional[str]) -> Optional[str]:
-    """Looks at `call`, and answers if it is a new one: the name of the attempt in which this rank is here."""
+    """Reads `call`, and answers if the attempt is new. Returns the name of the attempt in which this rank is here."""
     store, mine = attempt.store, f"here/{attempt.rank}"
     call = store.get("call")
     if call is not None and call["attempt"] != name:
@@ -238,7 +239,7 @@ def _answer_call(attempt: Try, nonce: str, name: Optional[str]) -> Optional[str]
     if name is not None:
         there = store.get(f"{name}/{mine}")
         if there is None and call is not None and store.get(f"{name}/go") is None:
-            # A rank that gave up as the last one took this rank's answer along.
+            # The last rank that gave up has deleted all keys of the attempt, and this rank's answer with them.
             store.put(f"{name}/{mine}", {"nonce": nonce, "world": attempt.world, "pid": os.getpid()})
         elif there is not None and there["nonce"] != nonce:
             raise errors.Invalid(attempt.told(f"another process (pid {there['pid']}) has joined as rank {attempt.rank}, too"))
@@ -254,9 +255,9 @@ def _go(attempt: Try, nonce: str, go: Dict[str, Any]) -> Any:
 
 
 def _take_back(attempt: Try, name: str, nonce: str) -> None:
-    """Deletes what this rank has left in an attempt; the last one also deletes what a dead rank 0 has left.
+    """Deletes this rank's key of an attempt; the last rank to do so also deletes the keys of rank 0, which may be dead.
 
-    A rank 0 that lives puts its `call` again.
+    If rank 0 is alive, it puts its `call` again.
     """
     store, mine = attempt.store, f"{name}/here/{attempt.rank}"
     if (store.get(mine) or {}).get("nonce") == nonce:

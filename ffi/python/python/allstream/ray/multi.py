@@ -1,12 +1,12 @@
 """Several devices, or streams, for each process: Ray's `*_multigpu` functions, which Ray has for cupy and NCCL alone.
 
-Each process gives a list of tensors, as many as every other process; the i-th tensor of the process with rank r is the part of the
-global rank `r * n + i`. On a CPU a tensor is what a device would be, so programs written for several GPUs run in tests.
+Every process gives a list of the same number n of tensors; the i-th tensor of the process with rank r belongs to the global rank
+`r * n + i`. On a CPU each tensor of the list stands for a device, so tests can run programs that are written for several GPUs.
 
-The first call with a list makes a second set of communicators, one for each tensor (the engine's node), which all processes of the
-group do together: rank 0 sends address and secret over the group that they have. `init_multigpu` does it without a call.
+At the first call with a list, all processes together make a second set of communicators, one for each tensor (the engine's node): rank 0
+sends the address and the secret over the group. `init_multigpu` makes the set without a call of a collective.
 
-Messages between devices need no such set: they go from process to process over the group, and `Letters` brings each to its device.
+Messages between devices do not need this set: they go from process to process over the group, and `Letters` brings each to its device.
 """
 
 import itertools
@@ -25,15 +25,15 @@ from allstream.ray.calls import check_peer, check_rank
 from allstream.ray.group import AllstreamGroup, get_group, op_name
 from allstream.ray.meet import listen
 
-# Room for the address and the secret of a node, as they are sent to all.
+# The bytes of the message that brings the address and the secret of a node to all processes.
 _ROOM = 512
-# The tags of what announces messages between devices, and of the messages, which are numbered. Those of programs have 0.
+# The tag of the letters that announce messages between devices, and the tag to which a message's number is added. Other messages have tag 0.
 _LETTER = 1
 _MESSAGE = 1 << 30
 
 
 class Node:
-    """The ranks of this process: communicators `comms`, the i-th of global rank `process * len(comms) + i`."""
+    """The global ranks of this process: `comms[i]` is the communicator of the global rank `process * len(comms) + i`."""
 
     def __init__(self, comms: List[Any]) -> None:
         self.comms = comms
@@ -44,7 +44,7 @@ class Node:
 
 
 def node_of(group: AllstreamGroup, devices: int) -> Node:
-    """The group's node, made when it is first used. All processes of the group come here together."""
+    """The group's node. The first call makes it, in all processes of the group together."""
     if group.node is not None and group.node.devices == devices:
         return group.node
     if group.node is not None:
@@ -93,7 +93,7 @@ def init_multigpu(devices: int, group_name: str = "default") -> None:
 
 
 def _run(group: AllstreamGroup, what: str, submit: Callable[..., Any], *parts: Sequence[Any]) -> None:
-    """Submits `submit(comm, ...)` for the parts of each device, and waits for all; raises the first error when all are over."""
+    """Submits `submit(comm, ...)` for each device with its item of every list in `parts`. Waits for all, then raises the first error."""
     failure: Optional[BaseException] = None
     works = []
     try:
@@ -101,7 +101,7 @@ def _run(group: AllstreamGroup, what: str, submit: Callable[..., Any], *parts: S
             works.append(submit(*own))
     except Exception as error:  # noqa: BLE001: an array's library may raise whatever it likes.
         failure = error
-        # The other processes would wait for the parts that this one does not submit.
+        # The other processes would wait for the operations that this one has not submitted.
         if works:
             parts[0][0].abort(group.says(f"{what}: {error}"))
     for work in works:
@@ -173,7 +173,7 @@ def send(group: AllstreamGroup, x: Any, to: int, to_device: int, elements: int =
     letters, comm = group.letters_with(to), group.comm()
     try:
         number = letters.number()
-        # Where the tensor cannot be sent nothing has been announced.
+        # The message comes before its letter: if the tensor is refused, nothing has been announced.
         message = comm.send(_part(x, elements), to, tag=_MESSAGE | number, timeout=group.timeout)
         letter = np.array([number, own, to_device], dtype=np.int64)
         announced = comm.send(letter, to, tag=_LETTER, timeout=group.timeout)
@@ -199,7 +199,7 @@ def recv(group: AllstreamGroup, x: Any, source: int, source_device: int, element
         try:
             message = comm.recv(_part(x, elements), source, tag=_MESSAGE | letter[0], timeout=group.timeout)
         except BaseException:
-            # The tensor was refused: the message is there for the next call.
+            # The tensor was refused: leave the message to the next call.
             letters.put_back(letter)
             raise
         message.wait()
@@ -208,11 +208,11 @@ def recv(group: AllstreamGroup, x: Any, source: int, source_device: int, element
 
 
 class Letters:
-    """What announces messages between devices of this process and one other, and brings each to the call that it is for.
+    """The letters that announce messages between devices of this process and of one other, and bring each message to the right call.
 
-    A tensor in the host's memory does not tell which of the process's devices it belongs to. The sender's call names the device that
-    receives, and the receiver's call the one that sends: so each message is announced by a letter with its number and both devices as
-    the sender knows them, and a receiver takes the first one that fits what it knows. -1 is a device that is not known.
+    A tensor in host memory does not tell which device of its process it stands for. The sender's call names the receiving device, and the
+    receiver's call names the sending device. So a letter announces each message: it has the message's number and both devices as far as
+    the sender knows them. A receiver takes the first letter that agrees with what it knows. -1 is an unknown device.
     """
 
     def __init__(self) -> None:
@@ -225,7 +225,7 @@ class Letters:
         return next(self._numbers) % _MESSAGE
 
     def take(self, sender: int, target: int, read: Callable[[], Any]) -> Any:
-        """The first letter that fits. One caller at a time reads, by `read`, which has a deadline; the others get what it read."""
+        """Takes the first letter that fits. One caller at a time receives letters, by `read`, which has a deadline; the others wait for these."""
         with self._changed:
             while True:
                 for letter in self._waiting:
@@ -248,7 +248,7 @@ class Letters:
             self._is_read = False
             if letter is not None:
                 self._waiting.append(letter)
-            # Whoever waits reads next, and fails as this one has where the group is over.
+            # A waiting caller looks again, and may read next; if the group has failed, it then fails as this caller has.
             self._changed.notify_all()
 
     def put_back(self, letter: Any) -> None:
@@ -258,7 +258,7 @@ class Letters:
 
 
 def _own_device(group: AllstreamGroup, x: Any, device: Optional[int], peer_device: int) -> int:
-    """Which of this process's devices a tensor belongs to; -1 where nothing says so."""
+    """The device of this process that a tensor belongs to; -1 if it is unknown. Raises if an index is out of range."""
     if device is None:
         name = arrays.device(x)
         device = int(name.rsplit(":", 1)[1]) if ":" in name else None
@@ -275,7 +275,7 @@ def _part(x: Any, elements: int) -> Any:
 
 
 def allreduce_multigpu(tensor_list: List[Any], group_name: str = "default", op: ReduceOp = ReduceOp.SUM) -> None:
-    """Every tensor of every process becomes the reduction of all."""
+    """Every tensor of every process becomes the reduction of all tensors."""
     arrays.check_list(tensor_list)
     allreduce(get_group(group_name), tensor_list, op_name(op))
 
@@ -283,7 +283,7 @@ def allreduce_multigpu(tensor_list: List[Any], group_name: str = "default", op: 
 def reduce_multigpu(
     tensor_list: List[Any], dst_rank: int = 0, dst_tensor: int = 0, group_name: str = "default", op: ReduceOp = ReduceOp.SUM
 ) -> None:
-    """The tensor `dst_tensor` of process `dst_rank` becomes the reduction of all."""
+    """The tensor `dst_tensor` of process `dst_rank` becomes the reduction of all tensors."""
     arrays.check_list(tensor_list)
     group = get_group(group_name)
     check_rank(group, dst_rank)
@@ -310,7 +310,7 @@ def allgather_multigpu(output_tensor_lists: List[List[Any]], input_tensor_list: 
 def reducescatter_multigpu(
     output_tensor_list: List[Any], input_tensor_lists: List[List[Any]], group_name: str = "default", op: ReduceOp = ReduceOp.SUM
 ) -> None:
-    """The i-th output becomes the reduction of what all have in their lists for this process's global rank i."""
+    """The i-th output belongs to a global rank g; it becomes the reduction of the g-th tensors of all lists of all processes."""
     _check_lists_of_tensors(input_tensor_lists)
     arrays.check_list(output_tensor_list)
     reducescatter(get_group(group_name), output_tensor_list, input_tensor_lists, op_name(op))
@@ -321,8 +321,8 @@ def send_multigpu(
 ) -> None:
     """Sends a tensor, or its first `n_elements`, to a device of another process.
 
-    `gpu_index` says which of this process's devices sends. Where it is left out that is the tensor's device; a tensor in the host's
-    memory has none, and is received by whoever waits for a message from this process to that device.
+    `gpu_index` says which of this process's devices sends; by default it is the tensor's device. A tensor in host memory has no device: then
+    any receiver that waits for a message from this process to the device `dst_gpu_index` takes it.
     """
     arrays.check_one(tensor)
     group = get_group(group_name)
@@ -337,8 +337,8 @@ def recv_multigpu(
 ) -> None:
     """Receives a tensor, or its first `n_elements`, from a device of another process.
 
-    `gpu_index` says which of this process's devices receives. Where it is left out that is the tensor's device; for a tensor in the
-    host's memory it is whichever device the sender has named in its next message.
+    `gpu_index` says which of this process's devices receives; by default it is the tensor's device. A tensor in host memory has no device: then
+    the sender's next message is taken, whichever receiving device it names.
     """
     arrays.check_one(tensor)
     group = get_group(group_name)

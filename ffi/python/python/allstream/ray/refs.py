@@ -1,17 +1,17 @@
 """ObjectRefs: tensors that stay in the actor that made them, moved and reduced by allstream.
 
-A method with `@ray.method(tensor_transport="ALLSTREAM")` leaves its tensors in its actor, and its ObjectRef carries only what they look
-like. Passed to another actor of the same group, they go there as messages of that group (`allstream.ray.transport`); passed to the functions
-below, they are reduced, copied or collected by one call of the driver, which names all:
+A method with `@ray.method(tensor_transport="ALLSTREAM")` leaves its tensors in its actor; its ObjectRef carries only their shapes
+and types. If the ref is passed to another actor of the same group, the tensors go there as messages of that group (`allstream.ray.transport`). The
+functions below reduce, copy or collect the tensors of several refs by one call of the driver:
 
     a, b = Worker.remote(), Worker.remote()
     allstream.ray.create_collective_group([a, b], 2, [0, 1], group_name="g")
     sums = allstream.ray.allreduce_refs([a.get_buffer.remote(), b.get_buffer.remote()], "g")
     b.use.remote(sums[1])
 
-They work in place, as the functions that an actor calls do: `allreduce_refs` changes the tensors that the refs stand for. What they
-return are refs of the results, at once; a call that fails is an error of those refs. Each actor takes part when it has done what was
-called on it before.
+They work in place, as the functions that an actor calls do: `allreduce_refs` changes the tensors that the refs stand for. They return
+refs of the results at once; if the operation fails, `ray.get` of those refs raises. Each actor takes part after the calls that were made
+on it before.
 """
 
 from typing import Any, Dict, List, Optional, Sequence
@@ -26,7 +26,7 @@ from allstream.ray.transport import groups_of
 
 
 def allreduce_refs(tensor_refs: Sequence[Any], group_name: str = "default", op: ReduceOp = ReduceOp.SUM) -> List[Any]:
-    """Each ref's tensor becomes the reduction of all. One ref of each actor of the group, in any order; refs of the results in the same."""
+    """Each ref's tensor becomes the reduction of all. Takes one ref of each actor, in any order; returns refs of the results in that order."""
     call = _Call("allreduce_refs", group_name)
     return call.everywhere(tensor_refs, lambda ref: (_allreduce, (op, ref)))
 
@@ -50,7 +50,7 @@ def allgather_refs(tensor_list_refs: Optional[Sequence[Any]], tensor_refs: Seque
     """Each actor's list becomes the tensors of all ranks.
 
     Args:
-        tensor_list_refs: for each of `tensor_refs`, in the same order, a ref of a list of tensors in the same actor; None for new ones.
+        tensor_list_refs: for each of `tensor_refs`, in the same order, a ref of a list of tensors in the same actor; None makes new lists.
     """
     call = _Call("allgather_refs", group_name)
     lists = call.paired(tensor_refs, tensor_list_refs)
@@ -60,14 +60,14 @@ def allgather_refs(tensor_list_refs: Optional[Sequence[Any]], tensor_refs: Seque
 def reducescatter_refs(
     tensor_refs: Sequence[Any], tensor_list_refs: Sequence[Any], group_name: str = "default", op: ReduceOp = ReduceOp.SUM
 ) -> List[Any]:
-    """The tensor of rank r becomes the reduction of what all ranks' lists have at r."""
+    """The tensor of rank r becomes the reduction of the r-th tensors of all ranks' lists."""
     call = _Call("reducescatter_refs", group_name)
     lists = call.paired(tensor_refs, tensor_list_refs)
     return call.everywhere(tensor_refs, lambda ref: (_reducescatter, (op, lists[ref.hex()], ref)))
 
 
 def send_ref(src_tensor_ref: Any, dst_tensor_ref: Any, group_name: str = "default") -> Any:
-    """The tensor of `dst_tensor_ref` becomes that of `src_tensor_ref`; the ref of the result."""
+    """The tensor of `dst_tensor_ref` becomes that of `src_tensor_ref`. Returns a ref of the result."""
     call = _Call("send_ref", group_name)
     source, target = call.ranks([src_tensor_ref, dst_tensor_ref])
     if source == target:
@@ -126,7 +126,7 @@ class _Call:
         return [self.rank(ref) for ref in refs]
 
     def everywhere(self, refs: Sequence[Any], call: Any) -> List[Any]:
-        """Runs `call(ref)`, a function and its arguments, on the actor of each ref; all actors must have one."""
+        """Runs the function and arguments that `call(ref)` returns on the actor of each ref. Every actor must have exactly one ref."""
         ranks, size = self.ranks(refs), len(self.group.actors)
         missing = sorted(set(range(size)) - set(ranks))
         if missing:
@@ -137,7 +137,7 @@ class _Call:
         return [self.run(rank, *call(ref)) for rank, ref in zip(ranks, refs)]
 
     def paired(self, refs: Sequence[Any], lists: Optional[Sequence[Any]]) -> Dict[str, Any]:
-        """The list that goes with each ref, by the ref's name; both must be of the same actor."""
+        """The list that goes with each ref, by the ref's hex name; both must be of the same actor."""
         if lists is None:
             return {ref.hex(): None for ref in refs}
         if len(lists) != len(refs):

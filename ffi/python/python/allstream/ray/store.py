@@ -1,7 +1,7 @@
-"""Ray's key-value store, as a rendezvous uses it: small JSON values under one prefix for each group of a job.
+"""Ray's key-value store, as `meet` uses it: small JSON values, with one prefix of keys for each group of a job.
 
-Whoever can read this store can read the secret of a group that is meeting, and join it. It is as trusted as the cluster itself:
-whoever reaches it can run code on all its nodes.
+Whoever can read this store can read the secret of a group that is meeting, and join it. The store is as trusted as the cluster
+itself: whoever reaches the store can run code on all nodes anyway.
 """
 
 import json
@@ -15,7 +15,7 @@ NAMESPACE = b"allstream"
 
 
 class Store:
-    """The keys of one group: `<job>/<group>/...`. No group's name is a prefix of another's, as what is special is quoted."""
+    """The keys of one group: `<job>/<group>/...`. Group names are quoted, `/` too, so no group's prefix begins another's."""
 
     def __init__(self, group: str, job: Optional[str] = None) -> None:
         job = job or ray.get_runtime_context().get_job_id()
@@ -25,12 +25,12 @@ class Store:
         internal_kv._internal_kv_put(self.prefix + key, json.dumps(value), overwrite=True, namespace=NAMESPACE)
 
     def get(self, key: str) -> Any:
-        """The value; None where there is none."""
+        """The value of a key; None if there is no such key."""
         value = internal_kv._internal_kv_get(self.prefix + key, namespace=NAMESPACE)
         return None if value is None else json.loads(value)
 
     def keys(self, under: str = "") -> List[str]:
-        """All keys that begin so, without the prefix of the group."""
+        """All keys of the group that begin with `under`; the group's prefix is left out."""
         found = internal_kv._internal_kv_list(self.prefix + under, namespace=NAMESPACE)
         return [key.decode()[len(self.prefix):] for key in found]
 

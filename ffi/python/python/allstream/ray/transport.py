@@ -1,7 +1,7 @@
 """How the tensors of an ObjectRef go from actor to actor: the tensor transport "ALLSTREAM" of Ray Direct Transport, which is alpha in Ray.
 
-Ray makes the transport known in each actor on a thread of its own, while the program's thread may be importing `ray.util.collective`. So this
-module imports neither that nor torch: two threads that import the same modules at the same time, in different orders, leave them imported by half.
+Ray registers the transport in each actor on a thread of its own, while the program's thread may be importing `ray.util.collective`. So importing
+this module imports neither that nor torch: if two threads import the same modules in different orders, each may see half-imported ones.
 """
 
 import secrets
@@ -20,11 +20,11 @@ from ray.experimental.rdt.tensor_transport_manager import (
 from allstream import errors
 from allstream.ray.hook import BACKEND
 
-# Transfers have tags of their own, of which no program's `send` takes any: those have tag 0.
+# The tags of transfers have this bit; a program's `send` has tag 0.
 _TAGS = 1 << 31
-# How many aborts are kept for transfers that have not begun in this actor. Ray gives up on one within a minute or so.
+# How many aborts are kept for transfers that have not begun in this actor. Ray gives up a transfer after about a minute.
 _KEPT = 4096
-# The deadline of a message of a transfer in the engine. `AllstreamTransport` has a shorter one, which ends the transfer, not the group.
+# The engine's deadline of a transfer's messages, in seconds. The group's timeout comes first: it ends the transfer, and not the group.
 _NEVER = 1e6
 
 
@@ -35,7 +35,7 @@ class AllstreamMetadata(TensorTransportMetadata):
 
 @dataclass
 class AllstreamRoute(CommunicatorMetadata):
-    """One transfer: the group that both actors are in, their ranks, and the tag of its messages; or why there can be none."""
+    """One transfer: the group of both actors, their ranks in it, and the tag of the messages; or, in `problem`, why there is no such group."""
 
     problem: str = ""
     group: str = ""
@@ -56,10 +56,10 @@ class _Transfer:
 
 
 class _Transfers:
-    """The transfers of this actor, by tag, which no two have in common: those in flight, and those that Ray has aborted already.
+    """The transfers of this actor, by tag, which is different for each: those in flight, and those that Ray has aborted already.
 
-    An abort may come before its transfer has begun here, where this actor is busy while the other one fails: it is kept, and the
-    transfer ends as it begins.
+    If this actor is busy while the other one fails, Ray's abort may come before the transfer has begun here. The abort is kept, and ends
+    the transfer as soon as it begins.
     """
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ _transfers = _Transfers()
 
 
 class AllstreamTransport(TensorTransportManager):
-    """Moves the tensors of a ref from actor to actor, as messages of a group that both are in."""
+    """Moves the tensors of a ref from one actor to another, as messages of a group that both actors are in."""
 
     def tensor_transport_backend(self) -> str:
         return BACKEND
@@ -122,7 +122,7 @@ class AllstreamTransport(TensorTransportManager):
     def get_communicator_metadata(self, src_actor: Any, dst_actor: Any, backend: Optional[str] = None) -> AllstreamRoute:
         groups = groups_of([src_actor, dst_actor])
         if not groups:
-            # Ray may ask on a thread of its own, where an exception would be nobody's. The receiver raises it.
+            # Ray may call this on a thread of its own, where nobody would see an exception. So the receiver raises the problem.
             return AllstreamRoute(
                 problem=f"No group of the backend {BACKEND} has both {src_actor} and {dst_actor}, so tensors cannot go from one to the "
                 "other. Make one with allstream.ray.create_collective_group([...]) that has all actors which the ref is passed to."
@@ -156,7 +156,7 @@ class AllstreamTransport(TensorTransportManager):
         tensor_transport_metadata: TensorTransportMetadata,
         communicator_metadata: CommunicatorMetadata,
     ) -> None:
-        # The receiver says what is wrong.
+        # The receiver raises the problem.
         if communicator_metadata.problem:
             return
         _exchange("send", tensors, communicator_metadata, communicator_metadata.target)
@@ -165,7 +165,7 @@ class AllstreamTransport(TensorTransportManager):
         """The tensors are the actor's own memory: there is nothing to give back."""
 
     def abort_transport(self, obj_id: str, communicator_metadata: CommunicatorMetadata) -> None:
-        """Ends this transfer in this actor, also one that has not begun here. The group and all other transfers go on."""
+        """Ends this transfer in this actor, even before it has begun here. The group and all other transfers go on."""
         if not communicator_metadata.problem:
             _transfers.abort(communicator_metadata.tag)
 
@@ -175,7 +175,7 @@ def _exchange(direction: str, tensors: List[Any], route: Any, peer: int) -> None
     from allstream.ray.group import get_group
 
     what = f"{direction} of an ObjectRef's tensors, with rank {peer}"
-    # Before the group, whose ranks may still have to meet: an abort may come meanwhile.
+    # Register the transfer before waiting for the group, whose ranks may still be meeting: an abort may come in the meantime.
     with _transfers.running(route.tag) as transfer:
         group = get_group(route.group)
         group.transfers[route.tag] = transfer
@@ -211,7 +211,7 @@ def groups_of(actors: Sequence[Any]) -> List[Any]:
 
 
 def register() -> None:
-    """Makes "ALLSTREAM" a tensor transport in this process; Ray does so in the actors that it makes from here."""
+    """Makes "ALLSTREAM" a tensor transport in this process. Ray does the same in the actors that this process makes."""
     from ray.experimental.rdt.util import register_tensor_transport, transport_manager_info
 
     try:

@@ -1,4 +1,4 @@
-"""`ProcessGroup`s of allstream's: torch dispatches its collectives to the methods here, whose names and arguments are torch's."""
+"""The backend of a torch `ProcessGroup`: torch dispatches its collectives to the methods here, whose names and arguments are torch's."""
 
 import functools
 import warnings
@@ -26,7 +26,7 @@ _OPS = {
 
 
 def _one(call, tensors):
-    """The one tensor that torch's calls for a single device have."""
+    """The only tensor of a list; torch gives lists, although a rank has a single device."""
     if len(tensors) != 1:
         raise ValueError(f"allstream: {call} takes one tensor for each rank, found {len(tensors)}")
     return tensors[0]
@@ -42,7 +42,7 @@ def _cuda_device(result):
 
 
 def _flat(memory, count):
-    """Room for so many elements."""
+    """A new flat tensor of `count` elements, like `memory`."""
     return memory.new_empty((count,))
 
 
@@ -52,7 +52,7 @@ def _all(tensors):
 
 
 def _shown(name):
-    """Shows a call to torch's profiler, with the sizes of its tensors, as `allstream:` and its name."""
+    """Shows a call to torch's profiler under the name `allstream:<name>`, with the sizes of its tensors."""
 
     def around(method):
         @functools.wraps(method)
@@ -71,7 +71,7 @@ def _shown(name):
     return around
 
 
-# Backends whose C++ half is kept by what does not keep this half: the wrapper of TORCH_DISTRIBUTED_DEBUG=DETAIL.
+# Keeps Python objects alive: the wrapper of TORCH_DISTRIBUTED_DEBUG=DETAIL keeps only the C++ half of a backend.
 _kept = set()
 
 
@@ -84,13 +84,13 @@ class AllstreamBackend(Backend):
         self._timeout = timeout.total_seconds()
         self._options = options
         self._coalesced = None
-        # How many collectives it has called.
+        # The number of collectives that were called so far.
         self._calls = 0
-        # The CUDA device whose tensors the first collective on one had.
+        # The CUDA device of the first collective on CUDA tensors.
         self._device = None
-        # How collectives on CUDA tensors run, in words: None before the first.
+        # How collectives on CUDA tensors run, in words; None before the first such collective.
         self.device_path = None
-        # Messages have a communicator of their own that is bound to no device: binding is a call of all ranks, and messages are not.
+        # If there is CUDA, messages have their own communicator, bound to no device: all ranks must call a binding, but only two call a message.
         self._messages = comm.dup() if torch.cuda.is_available() else comm
         if dist.get_debug_level() == dist.DebugLevel.DETAIL:
             _kept.add(self)
@@ -143,10 +143,10 @@ class AllstreamBackend(Backend):
         return options
 
     def _on(self, tensor):
-        """The communicator, for a collective on tensors of this one's device.
+        """The communicator for a collective on tensors of the device of `tensor`.
 
-        Those on CUDA devices are bound to the ranks' devices by the first one on, which all ranks call (`allstream._devices.bind`): NCCL takes them, or
-        allstream's own kernels, or they go through the host's memory.
+        The first collective on CUDA tensors, which all ranks call, binds the communicator to the ranks' devices (`allstream._devices.bind`): NCCL runs
+        such collectives, or allstream's own kernels do, or the data goes through the host's memory.
         """
         if tensor.is_cuda and self._device is None:
             self.device_path = bind(self._comm, tensor.device.index, stacklevel=4)
@@ -154,7 +154,7 @@ class AllstreamBackend(Backend):
         return self._comm
 
     def _work(self, works, result, after=None):
-        """Of one call, or, between `start_coalescing` and `end_coalescing`, of what is waited for at the end."""
+        """The `Work` of a call. Between `start_coalescing` and `end_coalescing`, it becomes a part of the `Work` that the latter returns."""
         works = works if isinstance(works, list) else [works]
         work = Work(works, result, after, _cuda_device(result))
         if self._coalesced is not None:
@@ -213,7 +213,7 @@ class AllstreamBackend(Backend):
         return self._collective(work, [output], back)
 
     def _is_own_part(self, part, whole):
-        """Whether a tensor is this rank's part of the other one, as FSDP gathers: the call is in place then."""
+        """Whether `part` is this rank's part of the memory of `whole`, as in FSDP: then the call can be in place."""
         at = whole.data_ptr() + self.rank() * part.numel() * part.element_size()
         return part.numel() > 0 and part.data_ptr() == at and whole.numel() == self.size() * part.numel()
 
@@ -241,7 +241,7 @@ class AllstreamBackend(Backend):
         return self._collective(works, output_lists, lambda: [copy() for copy in copies])
 
     def _gathered(self, outputs, own, opts):
-        """Gathers into a list of tensors, whose sizes may differ, by way of one."""
+        """Gathers into one flat tensor, and returns the work, and the function that copies the parts into a list of tensors of any sizes."""
         (own, key), held = read(own), [written(output) for output in outputs]
         counts = [memory.numel() for memory, _, _ in held]
         flat = _flat(own, sum(counts))
@@ -370,7 +370,7 @@ class AllstreamBackend(Backend):
             comm.abort("torch.distributed was told to abort this group")
 
     def shutdown(self):
-        """Says goodbye. torch destroys its groups after this alone, so a failure that nobody has heard of is a warning."""
+        """Closes the communicators. torch destroys the group only if this does not raise, so a failure not reported before becomes a warning."""
         _kept.discard(self)
         for comm in dict.fromkeys((self._messages, self._comm)):
             try:
@@ -380,7 +380,7 @@ class AllstreamBackend(Backend):
 
 
 def _in_elements(tensor, memory, rows, size):
-    """How many elements of a tensor's memory each rank's part has, where torch counts rows."""
+    """The number of elements of each rank's part in a tensor's memory; torch counts in rows, and an empty `rows` means equal parts."""
     row = memory.numel() // tensor.size(0) if tensor.dim() and tensor.size(0) else 1
     if not rows:
         if tensor.size(0) % size:
@@ -394,7 +394,7 @@ def _options(timeout):
 
 
 def make(opts, backend_options):
-    """Makes the backend of a group: torch calls it. Ranks that are not in the group that is split off get none."""
+    """Makes the backend of a group; torch calls this. For a group that is split off another one, ranks outside it get None."""
     options = backend_options if backend_options is not None else _options(opts.timeout)
     options._timeout = opts.timeout
     options.global_ranks_in_group = opts.global_ranks_in_group

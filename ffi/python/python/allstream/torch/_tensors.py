@@ -1,8 +1,8 @@
-"""Tensors of torch's as allstream takes them: memory without holes, of elements that it has.
+"""Turns torch tensors into what allstream takes: memory without holes, of an element type that allstream has.
 
-A tensor that is dense, but whose dimensions lie in another order than row by row (`channels_last`, `x.t()`), is given as it lies where all ranks'
-elements meet in place, and that order is the call's `key`: ranks whose tensors lie in different orders get `Mismatch`. What is only moved, and
-is of a type that allstream has not, is moved as bytes, and its type is part of the key. All else is packed by a copy.
+A dense tensor may lie in memory in another order of dimensions than row by row (`channels_last`, `x.t()`). Calls that work in place take it as it
+lies, and that order is the call's `key`: ranks whose tensors lie in different orders get `Mismatch`. Calls that only move data move elements of a
+type that allstream does not have as bytes, and the type is part of the key. Any other tensor is copied into a packed one.
 """
 
 import zlib
@@ -29,12 +29,12 @@ _HELD = {
 
 
 def _is_as_it_is(tensor):
-    """Whether nothing is to be done with a tensor, as for most: it lies row by row, and its type is one of ours."""
+    """Whether allstream takes the tensor unchanged, as it does most: it lies row by row, and allstream has its type."""
     return tensor.layout is torch.strided and tensor.dtype in _HELD and tensor.is_contiguous() and not tensor.is_neg()
 
 
 def plain(tensor):
-    """A tensor without its gradient, with its elements in memory as they are."""
+    """The same tensor without its gradient. Raises for sparse and quantized tensors."""
     if tensor.layout is not torch.strided:
         raise ValueError("allstream: sparse tensors are not taken; give tensor.to_dense()")
     if tensor.is_quantized:
@@ -43,12 +43,12 @@ def plain(tensor):
 
 
 def _is_lazy(tensor):
-    """Whether it stands for the conjugates or negatives of its memory."""
+    """Whether the tensor's values are the conjugates or negatives of what its memory holds."""
     return tensor.is_conj() or tensor.is_neg()
 
 
 def _in_elements(tensor, moved):
-    """A tensor whose elements lie one after another, as elements that allstream has, and the key of its type."""
+    """A view of a dense tensor with elements of a type that allstream has, and the key of its own type: 0 unless it is moved as bytes."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     if tensor.dtype in _HELD:
@@ -61,8 +61,8 @@ def _in_elements(tensor, moved):
 
 
 def as_it_lies(tensor):
-    """A dense tensor with its dimensions in the order in which they lie in memory, and the key of that order: 0 row by row, else the dimensions' numbers,
-    counted from 1, outermost first (1342: channels_last). None where there are holes."""
+    """A view of a dense tensor with its dimensions in the order of memory, and the key of that order: 0 for row by row, else the dimensions' numbers,
+    counted from 1, outermost first (1342: channels_last); a hash from 10 dimensions on. None for a tensor with holes."""
     if tensor.is_contiguous():
         return tensor, 0
     order = sorted(range(tensor.dim()), key=lambda i: (tensor.size(i) == 1, -tensor.stride(i)))
@@ -74,7 +74,7 @@ def as_it_lies(tensor):
 
 
 def read(tensor, moved=True):
-    """An input, row by row: its memory, and its key."""
+    """For an input: memory that has its elements row by row, and its key."""
     if _is_as_it_is(tensor):
         return tensor.detach(), 0
     tensor = plain(tensor)
@@ -84,7 +84,7 @@ def read(tensor, moved=True):
 
 
 def written(tensor, moved=True):
-    """An output, row by row: its memory, its key, and what copies the result into the tensor (None: it is there)."""
+    """For an output: memory for its elements row by row, its key, and the function that copies the result into the tensor (None: not needed)."""
     if _is_as_it_is(tensor):
         return tensor.detach(), 0, None
     tensor = plain(tensor)
@@ -97,14 +97,14 @@ def written(tensor, moved=True):
 
 
 def _read_here(packed):
-    """The tensor, which the current stream reads next. Its memory may be another stream's, and torch must not use it again before that read."""
+    """Returns `packed`, which the current stream reads next. Its memory may be of another stream; torch must not reuse it before that read."""
     if packed.is_cuda:
         packed.record_stream(torch.cuda.current_stream(packed.device))
     return packed
 
 
 def in_place(tensor, moved=False, writes=True):
-    """A tensor that is read and, if this rank `writes`, written: its memory, its key, and what copies the result into the tensor (None: it is there)."""
+    """For a tensor that is read and, if this rank `writes`, written: its memory, its key, and the function that copies the result back (None: not needed)."""
     if _is_as_it_is(tensor):
         return tensor.detach(), 0, None
     tensor = plain(tensor)
@@ -120,7 +120,7 @@ def in_place(tensor, moved=False, writes=True):
 
 
 def lists(held):
-    """Of several tensors their memory, one key, and what copies all results back."""
+    """For several tensors: the list of their memories, one key for all, and the function that copies all results back, or None."""
     keys = [one[1] for one in held]
     backs = [one[2] for one in held if len(one) > 2 and one[2] is not None]
     key = zlib.crc32(repr(keys).encode()) if any(keys) else 0
@@ -128,15 +128,15 @@ def lists(held):
 
 
 def pack(held):
-    """Inputs one after another."""
+    """One flat tensor with all inputs, one after another."""
     return torch.cat([memory.reshape(-1) for memory, _ in held])
 
 
 def unpack(flat, held):
-    """Outputs from memory in which they lie one after another."""
+    """Copies the results, which lie one after another in `flat`, into the outputs."""
     at = 0
     if flat.is_cuda:
-        # Copies may run on another stream than that in whose order its memory was allocated.
+        # The copies may run on another stream than the one on which `flat` was allocated.
         flat.record_stream(torch.cuda.current_stream(flat.device))
     for memory, _, back in held:
         memory.copy_(flat[at : at + memory.numel()].view_as(memory))
@@ -146,5 +146,5 @@ def unpack(flat, held):
 
 
 def keyed(key):
-    """The option `key` of a call, if it has one."""
+    """The option `key` of a call; nothing if the key is 0."""
     return {"key": key} if key else {}
