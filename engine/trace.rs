@@ -459,7 +459,7 @@ impl Recording {
 fn replace(path: &Path, text: &[u8]) -> std::io::Result<()> {
     let dir = path.parent().unwrap_or(Path::new(""));
     if dir == default_directory() {
-        // Nobody else may put anything there. If it exists, whoever made it may be another user.
+        // Only this user may put anything there. If the directory exists, another user may have made it.
         std::fs::DirBuilder::new().recursive(true).mode(0o700).create(dir)?;
         belongs_to_us(dir)?;
     } else {

@@ -231,6 +231,7 @@ impl Launcher<'_> {
                 Ok(Event::Signal(signal)) if !signals::ends(signal) => {}
                 Ok(event @ (Event::Signal(_) | Event::Cut)) => {
                     let signal = if let Event::Signal(signal) = event { signal } else { SIGHUP };
+                    self.codes.is_signalled = true;
                     if (self.codes.any_failed() || self.codes.signal.is_some()) && stop.is_none() {
                         break;
                     }
@@ -361,7 +362,9 @@ impl Launcher<'_> {
                 self.stopped_by(signal);
                 self.kill();
             }
-            (SIGINT | SIGTERM, Phase::Killed(_)) => self.stopped_by(signal),
+            (SIGHUP, Phase::Terminating(_)) | (SIGINT | SIGTERM | SIGHUP, Phase::Killed(_)) => {
+                self.stopped_by(signal);
+            }
             _ => {}
         }
     }

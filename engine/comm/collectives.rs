@@ -18,7 +18,7 @@ fn no_memory(len: usize, dtype: DType) -> String {
     format!("the result has {len} x {dtype}, {bytes} bytes, for which this process has no memory")
 }
 
-/// The lengths of buffers: which `count` follows from the length of one buffer, and which length of the other buffer from the `count`.
+/// The lengths of buffers: the `count` that the length of one buffer gives, and the length that the other buffer must then have.
 impl Call<'_> {
     /// The length of a buffer with a block of `count` elements for each rank. If it overflows, it is a length that no buffer has.
     fn times_size(&self, count: usize) -> usize {
@@ -176,9 +176,9 @@ collectives! {
     /// Every rank ends with the reduction of all ranks' buffers, in place. All ranks get the same bits.
     ///
     /// # Errors
-    /// [`Failed`] with the buffer, whose contents are then unspecified: [`Error::Mismatch`] if lengths, types,
-    /// reductions or algorithms differ, [`Error::Timeout`], [`Error::PeerLost`], [`Error::Aborted`],
-    /// [`Error::Invalid`] where the reduction is not defined on the type. The same holds for every collective.
+    /// [`Failed`], with the buffer unless something may still access it; the contents are unspecified if a peer's data had begun to arrive.
+    /// The errors: [`Error::Mismatch`] if lengths, types, reductions or algorithms differ, [`Error::Timeout`], [`Error::PeerLost`],
+    /// [`Error::Aborted`], [`Error::Invalid`] where the reduction is not defined on the type. The same holds for every collective.
     fn all_reduce [B: Buf] (buf: B) -> Work<B>
         = |call| call.in_place(Kind::AllReduce, 0, buf);
 
@@ -265,8 +265,8 @@ collectives! {
     fn scatter_in_place [B: Buf] (buf: B) root(root) -> Work<B>
         = |call| call.in_place(Kind::Scatter, root, buf);
 
-    /// Block r of this rank's input goes to rank r, and what comes from rank r is block r of the result: `input.len()`
-    /// elements, a multiple of `size()`, in a new vector.
+    /// Block r of this rank's input goes to rank r, and what comes from rank r is block r of the result. The
+    /// result is a new vector as long as the input, whose length is a multiple of `size()`.
     fn all_to_all [I: Buf<Elem: Element>] (input: I) -> Work<Vec<I::Elem>, I>
         = |call| call.new_output(Kind::AllToAll, 0, input);
 
@@ -297,8 +297,8 @@ collectives! {
 }
 
 calls! {
-    /// [`all_reduce`](Self::all_reduce) of one device buffer into another, in the order of their streams: for operators
-    /// that have only references to what they read. Both buffers' streams wait for the operation, the caller does not;
+    /// [`all_reduce`](Self::all_reduce) of one device buffer into another, in the order of their streams: for a framework's
+    /// operators, which have only a reference to their input. Both buffers' streams wait for the operation, the caller does not;
     /// on a communicator that is not [bound](super::Comm::bind_device) the caller waits.
     ///
     /// If the operation fails later, the communicator's next call and [`Comm::check`](super::Comm::check) return the

@@ -227,7 +227,9 @@ impl OnDevice {
             return true;
         }
         // Asked first, as `spares_inputs` and `make_way` may put a wait of their own on the stream, which a capture would record.
-        let waits = refused_in_capture(stream, "launch").and_then(|()| self.put_wait_on(stream));
+        let free =
+            [stream, &self.stream].into_iter().try_for_each(|stream| refused_in_capture(stream, "launch"));
+        let waits = free.and_then(|()| self.put_wait_on(stream));
         waits.unwrap_or_else(|error| {
             tracing::warn!("a stream cannot wait for an operation, so the host does: {error}");
             false
@@ -364,7 +366,9 @@ pub(crate) fn push<O: Send + 'static, F: Send + 'static>(
     let (promise, failed) = (Promise::pending(), stream.failure_flag());
     let ours = promise.clone();
     stream.push(Box::new(move || {
-        let result = job();
+        let panicked =
+            |_| Failed { buf: None, error: Error::invalid("join", "what a job dropped has panicked") };
+        let result = catch_unwind(AssertUnwindSafe(job)).unwrap_or_else(|payload| Err(panicked(payload)));
         if result.is_err() {
             failed.store(1, Ordering::Release);
         }

@@ -57,7 +57,8 @@ impl Runtime for ProcessRuntime {
     }
 }
 
-/// The time between two looks at what no event tells of, such as whether an operation is over: so long a loop sleeps that drives nothing itself.
+/// The time between two checks of a condition that no event reports, such as whether an operation is over. A loop that drives nothing itself
+/// sleeps meanwhile.
 pub(crate) const LOOK: Duration = Duration::from_micros(200);
 
 /// Ticks of a runtime's clock, for a loop that is awaited on any executor.

@@ -72,8 +72,8 @@ impl DeviceStream {
         let put = |entered: &Entered<'_>| {
             let function = context.function(entered, launch.kernel)?;
             let mut arguments = [launch.arguments.address().cast_mut().cast()];
-            // SAFETY: a function of this context with one parameter, of the type that `arguments` is (the kernel and its
-            // arguments are made together); the driver copies it within the call. What is at its addresses is the
+            // SAFETY: `function` belongs to this context and has one parameter, of the type of `launch.arguments` (the kernel and
+            // its arguments are made together), which the driver copies during the call. What is at the addresses in it is the
             // caller's promise.
             unsafe {
                 context.cuda.launch_kernel(

@@ -18,21 +18,23 @@ use super::context::Context;
 use super::place::DevicePlace;
 use super::stream::DeviceStream;
 
-/// An attribute of an address, as the driver tells it: a number or a handle of at most 8 bytes. 0: the driver does not tell it.
+/// An attribute of an address, as the driver tells it: a number or a handle of at most 8 bytes. 0: the driver
+/// could not tell; it is also its answer for "no" and for "none".
 pub(super) fn attribute(context: &Context, at: u64, which: c_int) -> u64 {
     let mut answer = 0_u64;
     let asked = context.enter().and_then(|_entered| {
-        // SAFETY: the driver takes any address, and writes at most 8 bytes for these attributes.
+        // SAFETY: the driver takes any address; every attribute that callers ask for (in this file and `share.rs`) has at most 8 bytes.
         unsafe { context.cuda.pointer_get_attribute((&raw mut answer).cast(), which, at) }
     });
     asked.map_or(0, |()| answer)
 }
 
-/// Lets the device of `other` touch all memory of a pool, also what will be allocated later, unless it may already.
+/// Lets the device of `other` touch all memory of a pool, also what will be allocated later. Does nothing if that device may already.
 fn open_pool(context: &Context, pool: CuMemoryPool, other: &Context) -> Result<(), CudaError> {
     let location = CuMemLocation { kind: CU_MEM_LOCATION_TYPE_DEVICE, id: other.device };
     let _entered = context.enter()?;
-    // SAFETY: the pool exists, as its owner keeps memory of it; the driver reads the location within the call.
+    // SAFETY: the pool exists: the memory to be lent was allocated from it, and is not freed during this call. The driver reads the
+    // location within the call.
     let access = unsafe { context.cuda.mem_pool_get_access(pool, &raw const location) }?;
     if access == CU_MEM_ACCESS_FLAGS_PROT_READWRITE {
         return Ok(());

@@ -18,7 +18,8 @@ const MARK: &str = "mark a point in a stream";
 
 /// An in-order queue of work on a device. What [`HostStream`](crate::HostStream) is to a CPU.
 ///
-/// Cheap to clone: all clones are one stream, which is destroyed with the last, after what is on it.
+/// Cheap to clone: all clones are one stream. When the last is dropped, a stream that was made by [`new`](Self::new) or
+/// [`high_priority`](Self::high_priority) is destroyed; the driver lets the work on it finish.
 #[derive(Clone)]
 pub struct DeviceStream(pub(super) Arc<Line>);
 
@@ -81,7 +82,7 @@ impl DeviceStream {
     ///
     /// # Errors
     /// [`Error::Invalid`]: `raw` is the per-thread default stream. That is another stream on each thread, while buffers
-    /// move between threads. Give the library a stream of its own.
+    /// move between threads. Let the other library use a stream that was made for it.
     pub unsafe fn from_raw(device: &Device, raw: *mut c_void) -> Result<DeviceStream, Error> {
         DeviceStream::of_others(device, raw, Owner::Promised)
     }
@@ -113,7 +114,7 @@ impl DeviceStream {
         Ok(DeviceStream(Arc::new(Line::new(device.0.clone(), raw, owner))).made_a_callers())
     }
 
-    /// A handle of a stream of the driver that the context or another handle owns: the caller sees to it that the stream exists as long as this does.
+    /// Wraps a stream of the driver that the context, or another handle, owns. The caller must keep that stream alive for as long as the result.
     pub(super) fn of_context(context: &Arc<Context>, way: Way) -> DeviceStream {
         DeviceStream(Arc::new(Line::of(context.clone(), way, Owner::Promised)))
     }
@@ -128,7 +129,8 @@ impl DeviceStream {
         self.0.raw().0
     }
 
-    /// Calls another library in the device's context, with the driver's stream. During the call no other stream of the driver takes its place.
+    /// Calls another library in the device's context, with the driver's stream. During the call this stream keeps its present `CUstream` (a
+    /// rank's stream may otherwise move to another one, `Line::go_on_with`).
     pub(crate) fn with_raw<T>(&self, doing: &str, call: impl FnOnce(CuStream) -> T) -> Result<T, Error> {
         let context = &self.0.context;
         let raw = self.0.raw();
@@ -146,7 +148,8 @@ impl DeviceStream {
         Ok(DeviceEvent(Arc::new(Point { context: context.clone(), raw, wakes: true })))
     }
 
-    /// The same point, for streams to wait for, and for the host to ask about or to be told of (`waiter.rs`). It cannot wake a thread that sleeps.
+    /// As `record`, but the event cannot wake a thread that sleeps in the driver. Streams can wait for it, and the host can ask about it or
+    /// have `waiter.rs` watch it.
     pub(crate) fn point(&self) -> Result<DeviceEvent, Error> {
         let context = &self.0.context;
         Ok(DeviceEvent::of(context, context.within_plainly(MARK, |entered| self.mark(entered))?))
@@ -157,8 +160,8 @@ impl DeviceStream {
         self.0.context.mark(entered, *self.0.raw())
     }
 
-    /// Records `event`, which nobody else has, here again; or makes it, if there is none yet. Streams that were told to wait
-    /// for it earlier still wait for the earlier point.
+    /// Records `event` on this stream again, or makes it if it is `None`. Nobody else may hold a clone of it. Streams that were
+    /// told to wait for it earlier still wait for the earlier point.
     pub(crate) fn record_in(&self, event: &mut Option<DeviceEvent>) -> Result<(), Error> {
         let Some(event) = event else {
             *event = Some(self.point()?);
@@ -213,7 +216,8 @@ impl DeviceStream {
     /// # Errors
     /// [`Error::Cuda`]: also if a kernel that was put on a stream of the device has failed.
     pub fn synchronize(&self) -> Result<(), Error> {
-        // The lock is not held: should this go on with another stream of the driver meanwhile, what is put there need not be waited for.
+        // The lock of `raw()` is released at once. If this moves to another `CUstream` during the wait, what is put there was put after this call
+        // began, and need not be waited for.
         let raw = *self.0.raw();
         self.0.context.call("wait for a stream", |cuda| {
             // SAFETY: `self` keeps the stream; if `self` goes on with another one meanwhile, the context keeps the one that was left.
@@ -288,7 +292,8 @@ impl DeviceEvent {
         };
         loop {
             match wait() {
-                // While a stream is captured elsewhere, the driver may refuse the wait; that capture will end. (An event that is in a graph is an error.)
+                // While a stream is captured elsewhere, the driver may refuse the wait; that capture will end. (To wait for
+                // an event that was itself recorded into a graph is an error at once.)
                 Err(error) if is_not_yet(error.code) => {
                     std::thread::sleep(Duration::from_millis(1));
                 }

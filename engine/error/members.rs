@@ -12,8 +12,8 @@ use crate::types::Rank;
 ///
 /// The members come with the name of the file in which this rank records what was under way ([`Error::record`](super::Error::record)).
 ///
-/// An error has no members until it becomes that of a communicator. Any two values compare equal, so that errors are compared by their
-/// other fields. The type is one pointer, because every operation moves room for an error.
+/// An error has no members until a communicator takes it as its own. Any two values compare equal, so that errors are compared by their
+/// other fields. The type is one pointer wide, because the result of every operation has room for an error, and is moved.
 #[derive(Clone, Default)]
 pub struct Members(Option<Arc<Known>>);
 
@@ -47,7 +47,7 @@ impl RecordFile {
 }
 
 impl Members {
-    /// The members of the world's own communicator: all ranks of the world. Each has the same number in both.
+    /// The members of the world's own communicator: all ranks of the world, with the same numbers.
     pub(crate) fn world() -> Members {
         Members(Some(Arc::default()))
     }
@@ -153,7 +153,7 @@ mod tests {
 
     #[test]
     fn an_error_is_no_longer_than_what_is_copied_at_once() {
-        // A copy of more than 128 bytes takes more instructions, for which every operation pays: 79 of 5,506 at 4 B.
+        // A copy of more than 128 bytes takes more instructions, for which every operation pays: 79 of the 5,506 of an operation on 4 bytes.
         assert!(size_of::<Error>() <= 128, "{}", size_of::<Error>());
     }
 

@@ -6,7 +6,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, ToSocketAddr
 use std::ops::RangeInclusive;
 use std::str::FromStr;
 
-use if_addrs::{IfAddr, IfOperStatus, Interface};
+use if_addrs::{IfAddr, Interface};
 
 use super::host;
 use crate::error::{Error, limits};
@@ -159,8 +159,7 @@ fn own() -> io::Result<Vec<Own>> {
             IfAddr::V4(v4) => IpAddr::V4(v4.ip),
             IfAddr::V6(v6) => IpAddr::V6(v6.ip),
         };
-        let is_up = interface.oper_status != IfOperStatus::Down;
-        Own { name: interface.name, ip, is_up }
+        Own { is_up: interface.is_oper_up(), name: interface.name, ip }
     };
     Ok(if_addrs::get_if_addrs()?.into_iter().map(own).collect())
 }

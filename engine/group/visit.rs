@@ -21,15 +21,15 @@ use crate::types::Rank;
 
 /// How much longer than its own deadline a registered rank waits for rank 0 to say who is missing.
 const GRACE: Duration = Duration::from_secs(2);
-/// If nobody has listened for this long where the ranks meet, a rank of that host puts up a signpost there. Most often rank 0 is only slower
-/// to start, and comes before that.
+/// If nobody has listened at the address where the ranks meet for this long, a rank on that address's host listens there itself, as a signpost
+/// (`signpost.rs`). Most often rank 0 is only slower to start, and comes before that.
 const SIGNPOST_AFTER: Duration = Duration::from_secs(1);
 
 /// How far a rank has come with finding rank 0.
 struct Search {
     /// The addresses to which a signpost has sent this rank. `None`: it goes to where the ranks meet.
     sent_to: Option<Vec<SocketAddr>>,
-    /// Since when connections there have been refused, as nobody listens.
+    /// Since when connections, to where the ranks meet or to where a signpost has sent this rank, have been refused, as nobody listens.
     refused: Option<Instant>,
     /// This rank's own signpost, if it has put one up.
     signpost: Option<Signpost>,
@@ -183,7 +183,7 @@ impl Me<'_> {
         };
         // Ranks that come from rank 0's side of the network reach this rank at this address.
         let local = stream.local_addr().map_err(|e| Attempt::Again(e.to_string()))?.ip();
-        // But if the ranks meet at this host's own name: here the name often resolves to a loopback address, elsewhere to another one.
+        // That may not hold if the ranks meet at this host's own name: it often resolves to a loopback address on this host, to another on others.
         let is_own_name = local.is_loopback() && search.sent_to.is_none() && !is_literal(&self.address.host);
         let (mut listener, mut told) = (None, Vec::new());
         if search.unfit.is_none() {

@@ -1,4 +1,4 @@
-//! Device memory, as modules see it that know nothing of CUDA.
+//! Device memory, as seen by modules that know nothing of CUDA.
 
 use std::any::Any;
 use std::fmt;

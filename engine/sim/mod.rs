@@ -155,7 +155,7 @@ pub struct Simulated {
     pub time: Duration,
     /// Frames that were sent.
     pub frames: u64,
-    /// How many of them were lost and sent again.
+    /// How often a frame was lost and sent again.
     pub lost: u64,
     /// Bytes of a slice.
     pub slice: usize,

@@ -95,7 +95,7 @@ pub(super) struct Net {
     /// Picoseconds a byte.
     per_byte: f64,
     work_per_byte: f64,
-    /// What each byte that another rank has lent costs in addition.
+    /// Picoseconds to fetch a byte that another rank has lent, on top of `work_per_byte`.
     fetch_per_byte: f64,
     /// A rank's work for each frame; `ends`: for each byte of it, at the sender and at the receiver.
     frame: Time,
@@ -208,7 +208,7 @@ impl Net {
         (bytes * self.per_byte * self.slowness(rank)) as Time
     }
 
-    /// Frames sent, and how many of them had to be sent again.
+    /// Frames sent, and how often a frame was lost and sent again.
     pub(super) fn counts(&self) -> (u64, u64) {
         let state = self.state.lock();
         (state.frames, state.lost)

@@ -66,7 +66,7 @@ impl Writer {
         Writer { state: Mutex::new(state), changed: Condvar::new(), process: FirstProcess::new() }
     }
 
-    /// Has a rank's recorders written soon. Does no I/O, except to log that the thread could not be started.
+    /// Has a rank's recorders written soon. Does no I/O.
     pub(crate) fn request(&'static self, from: Weak<dyn Recorded>, cause: &Error) {
         if super::directory().is_none() || self.process.is_another() {
             return;

@@ -16,8 +16,12 @@ use crate::{Operand, Plan, Rank, Shape, Step};
 /// Sums inside each host, then between hosts; the results go back between hosts, then inside each host.
 ///
 /// One link carries chunks of several stages, so all ranks list the stages in the same order. *Our* chunks are those that our host
-/// sums between hosts. The stages: sums, inside our host, of other hosts' chunks; contributions to our chunks that other ranks
-/// lead; final sums of our chunks that this rank leads; results of our other chunks; results of other hosts' chunks.
+/// sums between hosts. The stages:
+/// 1. other hosts' chunks: summed inside our host;
+/// 2. our chunks of lines that another rank leads: sent to that rank;
+/// 3. our chunks of lines that this rank leads: final sums;
+/// 4. the results of the chunks of 2;
+/// 5. the results of other hosts' chunks.
 pub(super) fn all_reduce(s: &Shape) -> Plan {
     let mut hosts: Vec<Vec<Rank>> = Vec::new();
     for (rank, &host) in s.hosts.iter().enumerate() {

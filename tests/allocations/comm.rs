@@ -14,7 +14,7 @@ use futures::executor::block_on;
 
 use crate::counting::{BYTES, COUNT, ON, TRACE, alone};
 
-/// Calls and bytes that rank 0 read at the end of a window. All ranks decide by these numbers whether to go on.
+/// The numbers of allocations and of allocated bytes, as rank 0 read them at the end of a window. All ranks decide by them whether to go on.
 static SEEN: (AtomicUsize, AtomicUsize) = (AtomicUsize::new(0), AtomicUsize::new(0));
 
 pub(crate) const RANKS: usize = 3;
@@ -181,7 +181,7 @@ fn steady_state(
         thread::spawn(move || {
             let mut buffers = Buffers::new();
             let mut found = Vec::with_capacity(16);
-            // All parts run before any is measured, so that no part grows memory that another part uses while it is measured.
+            // All parts run once before any is measured: memory that several parts share has then grown, and does not grow in a measurement.
             for (_, part) in PARTS {
                 for how in [How::Wait, How::Poll] {
                     (0..warm).for_each(|round| part(&mut comm, &mut buffers, round, how));

@@ -36,8 +36,8 @@ fn devices_get_what_hosts_get() {
     });
 }
 
-/// Driver functions that binding and a collective on devices call, but for those that wait for words in memory or write them, and those that give
-/// something back (`faults.rs` has these).
+/// Driver functions that binding and a collective on devices call. Left out: those that wait for words in memory or write them,
+/// and those that give something back (`faults.rs` tests the latter).
 const CALLED: [&str; 19] = [
     "cuDevicePrimaryCtxRetain",
     "cuCtxGetStreamPriorityRange",
@@ -87,7 +87,8 @@ fn program() -> Result<(), Error> {
     results.into_iter().collect()
 }
 
-/// Each driver call that a bound communicator makes fails once: there may be an error, but no hang, and nothing is lost or leaked.
+/// Calls of each function in `CALLED`, spread over the program, fail one at a time: there may be an error, but no hang, and nothing is lost or
+/// leaked.
 #[test]
 fn every_call_of_a_bound_communicator_fails_in_turn() {
     let variables = [("ALLSTREAM_TEST_CUDA_DEVICES", "2")];

@@ -127,7 +127,7 @@ fn ranks(body: impl Fn(Comm) + Sync) {
 pub(crate) const SLOW: &[(&str, &str)] =
     &[("ALLSTREAM_TEST_CUDA_DELAY_US", "300"), ("ALLSTREAM_TEST_CUDA_DEVICES", "2")];
 
-/// Binds a rank to one of two devices: one has two ranks.
+/// Binds rank r to device r % 2: of three ranks, two share device 0.
 pub(crate) fn bound(comm: &mut Comm) -> (Device, DeviceStream) {
     let device = Device::new(comm.rank() % 2).unwrap();
     assert_eq!(soon(comm.bind_device(&device)).unwrap(), DevicePath::Peer);
@@ -247,7 +247,7 @@ fn a_chain_of_collectives_is_in_order_between_processes() {
     }
 }
 
-/// A stream that waits for a collective with a process that dies goes on, and whoever awaits the collective gets the error.
+/// If a process dies during a collective, streams that wait for the collective go on, and whoever awaits it gets the error.
 #[test]
 fn a_stream_that_waits_for_a_killed_process_is_released() {
     let test = "ipc::a_stream_that_waits_for_a_killed_process_is_released";
@@ -256,7 +256,7 @@ fn a_stream_that_waits_for_a_killed_process_is_released() {
         let rank = comm.rank();
         assert!(failed(soon(comm.all_reduce(up(&stream, values(rank, 3000))))).is_none());
         if rank == 2 {
-            // One more is on the others' streams, perhaps in part.
+            // This process dies while one more all_reduce is under way: the others may have part of it on their streams.
             let _work = comm.all_reduce(up(&stream, values(rank, 3000)));
             // SAFETY: `raise` may be called at any time. This thread gets the signal, so it does not go on; the whole process ends.
             unsafe { libc::raise(libc::SIGKILL) };
@@ -320,7 +320,7 @@ fn a_process_that_is_stopped_is_an_error_and_nothing_hangs() {
 /// communicators go on.
 #[test]
 fn a_driver_that_takes_long_to_open_memory_holds_up_no_other_communicator() {
-    /// More than the first block has room for beside the filler.
+    /// A number of elements too large for what `filler`, below, leaves of the first block of the rank's device memory.
     const MANY: usize = 1_200_000;
     let test = "ipc::a_driver_that_takes_long_to_open_memory_holds_up_no_other_communicator";
     let body = |mut comm: Comm| {
@@ -377,7 +377,7 @@ fn an_abort_reaches_all_processes_and_buffers_come_back() {
             assert!(matches!(error, Error::Aborted { by: 1, .. }), "{error}");
             assert_eq!(down(buf.unwrap()), values(rank, 3000), "nothing was written");
         }
-        // All processes are there until all have heard.
+        // Ranks 0 and 2 have heard of the abort. The drop waits, for a second at most, for what rank 1 still has to send.
         drop(comm);
         usable(&device, &stream);
     };

@@ -25,7 +25,7 @@ pub(crate) async fn rank(me: Me) {
     for i in 0.. {
         say("start", json!({ "i": i }));
         let called = || say("called", json!({ "i": i }));
-        match once(comm.algo(algo), &call, buf, called).await {
+        match once(comm.algo(algo), (&call, me.rank), buf, called).await {
             Ok((sum, expected)) => {
                 say("done", json!({ "i": i }));
                 buf = sum;
@@ -49,7 +49,7 @@ pub(crate) async fn rank(me: Me) {
 /// Makes a call on buffers of ones. Returns a buffer with the value that each element must have; or the error, and whether all buffers came back.
 async fn once(
     call: Call<'_>,
-    name: &str,
+    (name, rank): (&str, usize),
     mut buf: Vec<f32>,
     called: impl FnOnce(),
 ) -> Result<(Vec<f32>, usize), (Error, bool)> {
@@ -66,12 +66,10 @@ async fn once(
             Ok((work.await.map_err(whole)?, 1))
         }
         "exscan" => {
-            // Rank 0's buffer stays as it is; on any other rank the expected value is the first element.
+            // The sum of the ranks before this one; rank 0's buffer stays as it is.
             let work = call.exscan(buf);
             called();
-            let sum = work.await.map_err(whole)?;
-            let first = sum[0] as usize;
-            Ok((sum, first))
+            Ok((work.await.map_err(whole)?, rank.max(1)))
         }
         "list" => {
             let rest = buf.split_off(BYTES / 8);

@@ -95,7 +95,7 @@ fn a_rank_that_cannot_enter_the_world_is_named_to_all_with_the_limit() {
 #[test]
 fn a_rank_without_descriptors_is_told_of_to_all() {
     let _turn = among_others();
-    let every = std::env::var_os("ALLSTREAM_TEST_FULL").is_some();
+    let every = test_support::full();
     let some: Vec<usize> = if every { (12..60).collect() } else { vec![12, 20, 24, 28] };
     for left in some {
         for victim in [0, 2] {

@@ -27,8 +27,8 @@ fn sockets() -> Vec<(i32, String)> {
 /// Breaks these connections of the engine, as a fault of the network would. Their descriptors stay open.
 fn break_all(sockets: &[i32], reset: bool) {
     for &fd in sockets {
-        // SAFETY: the engine keeps its data connections open until it has noticed that they broke. This thread does not close the
-        // descriptor, and uses it only in this pass of the loop.
+        // SAFETY: the engine closes its data connections only after it has noticed that one of them broke, which takes longer than this
+        // loop. This thread does not close the descriptor, and uses it only in this pass of the loop.
         let fd = unsafe { BorrowedFd::borrow_raw(fd) };
         if reset {
             rustix::net::connect_unspec(fd).unwrap();

@@ -153,11 +153,16 @@ fn two_machines(root: &Path, kernel: &str) -> Result<Vec<Case>, String> {
     };
     let (first, second) = (start(0)?, start(1)?);
     let said = first.output(LIMIT);
-    let (status, of_second) = second.ended(LIMIT)?;
-    if status.is_some() {
-        return Err(format!("the second machine was not switched off within its script: {of_second}"));
+    let of_second = match second.ended(LIMIT) {
+        Ok((None, said)) => Ok(said),
+        Ok((Some(_), said)) => Err(format!("it was not switched off within its script: {said}")),
+        Err(error) => Err(error),
+    };
+    match (said, of_second) {
+        (Ok(said), Ok(_)) => Ok(cases(&said)),
+        (Ok(_), Err(second)) => Err(format!("the second machine: {second}")),
+        (Err(first), Ok(second) | Err(second)) => Err(format!("{first}; the second machine: {second}")),
     }
-    said.map(|said| cases(&said)).map_err(|error| format!("{error}; the second machine: {of_second}"))
 }
 
 /// What the link costs, as a table for each kernel: figures of each round, and their medians.

@@ -125,7 +125,7 @@ impl DataParallel {
     /// of `comm` call it, when the model is built.
     ///
     /// # Errors
-    /// On all ranks alike, if names, types or shapes differ, or the map is empty. Else the errors of a collective.
+    /// On all ranks alike, if options, names, types or shapes differ, or the map is empty. Else the errors of a collective.
     pub fn new(comm: &SharedComm, vars: &VarMap) -> Result<DataParallel> {
         DataParallel::with(comm, vars, Options::default())
     }

@@ -80,7 +80,7 @@ pub(crate) fn agree(comm: &SharedComm, options: String, params: &[Param]) -> Res
             }
             let i = i - 1;
             format!(
-                "variable {i} by name is {ours}, and {theirs} on rank 0: build the same model on every rank before DataParallel::new, and give the same Options"
+                "variable {i} by name is {ours}, and {theirs} on rank 0: build the same model on every rank before DataParallel::new"
             )
         })
     });

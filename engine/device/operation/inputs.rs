@@ -141,7 +141,7 @@ impl DeviceOp {
         };
         let (operation, called) = (Arc::downgrade(self), Instant::now());
         later(PATIENCE, move || {
-            // Whoever settles has all that is put off done at once: then it is too early to say that the operation cannot go on.
+            // Whoever settles has all that is put off done at once: too early to say that the operation cannot go on, so nothing is said of it.
             let is_early = called.elapsed() < PATIENCE;
             let Some(operation) = operation.upgrade().filter(|_| !is_early) else { return };
             if waiting.is_waiting() && !operation.has_come_to_call() {

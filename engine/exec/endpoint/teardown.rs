@@ -10,7 +10,7 @@ use super::{Endpoint, Port};
 use crate::error::Error;
 use crate::exec::Progress;
 use crate::exec::active::Active;
-use crate::exec::carrier::{Carried, Carrier};
+use crate::exec::carrier::Carrier;
 use crate::exec::inflight::Key;
 use crate::exec::p2p::Direction;
 use crate::exec::progress_thread::keep_and_look;
@@ -275,16 +275,21 @@ impl Submitted {
         recorder: &Recorder,
         cause: &Error,
     ) {
+        // Dropped once the table is unlocked: a user's reduction function may go with an operation, and what it has captured is the user's code.
+        let mut queued = Vec::new();
         let mut table = self.lock();
-        while let Some((key, Carried { operation, carrier }, _)) = table.collectives.pop_front() {
-            let carrier = carrier.as_ref();
+        while let Some((key, carried, _)) = table.collectives.pop_front() {
+            let carrier = carried.carrier.as_ref();
             let touched = cannot_give_up(carrier, cause);
-            recorder.finished(operation.number, State::Failed);
+            recorder.finished(carried.operation.number, State::Failed);
             failed.push((key, Fate::Back.or_never(is_settling(carrier)).or_touched(touched, until)));
+            queued.push(carried);
         }
         while let Some((key, ..)) = table.messages.pop_front() {
             failed.push((key, Fate::Back));
         }
+        drop(table);
+        drop(queued);
     }
 
     /// Puts the buffers of an operation that has failed where nobody uses them, if somebody else may touch them yet.

@@ -288,11 +288,9 @@ impl Domain {
 
     /// An address of a port, by its index. The call fills one table with the addresses of all of the device's ports.
     fn gid(&self, ports: u8, port: u8, index: u32) -> Result<[u8; 16], VerbsError> {
-        let mut room = 1;
-        for port in 1..=ports {
-            room += usize::try_from(self.port(port)?.gid_tbl_len).unwrap_or(0).min(1 << 12);
-        }
-        let mut entries = vec![allstream_sys::verbs::IbvGidEntry::default(); room];
+        let of = |port| self.port(port).map_or(0, |about| usize::try_from(about.gid_tbl_len).unwrap_or(0));
+        let room: usize = (1..=ports.max(port)).map(|port| of(port).min(1 << 12)).sum();
+        let mut entries = vec![allstream_sys::verbs::IbvGidEntry::default(); room + 1];
         let size = size_of::<allstream_sys::verbs::IbvGidEntry>();
         // SAFETY: the device is open, and `entries` has room for so many entries of this size. The flags are 0: none is defined.
         let count = unsafe {

@@ -143,9 +143,12 @@ fn random_programs() {
                         if job[0] >= OF_PROCESSES { between_processes(job) } else { between_threads(job[0]) };
                     if let Err(e) = result {
                         let (link, n) = world(job[0]);
-                        let again =
-                            format!("ALLSTREAM_TEST_SEED={} cargo test --test conformance programs", job[0]);
-                        let text = format!("seeds {job:?} ({link} x {n}): {e}\nto repeat it: {again}");
+                        let each = |seed| {
+                            format!("ALLSTREAM_TEST_SEED={seed} cargo test --test conformance programs")
+                        };
+                        let again: Vec<String> = job.iter().map(each).collect();
+                        let again = again.join("\n");
+                        let text = format!("seeds {job:?} ({link} x {n}): {e}\nto repeat each:\n{again}");
                         let mut failed = failed.lock().unwrap_or_else(|e| e.into_inner());
                         failed.push(text);
                         if failed.len() > 4 {

@@ -354,7 +354,7 @@ impl Stream {
     }
 }
 
-/// If the knob `WAITS` is set, waits until all work that is queued in the current context now is done: real drivers may do so in calls
+/// If the knob `WAITS` is set, waits for all work that is queued in the current context at this moment: real drivers may do so in calls
 /// that allocate or free memory, load code or make streams.
 pub(crate) fn settle() {
     static WAITS: std::sync::LazyLock<bool> = std::sync::LazyLock::new(knobs::waits);

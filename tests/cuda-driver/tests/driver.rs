@@ -104,7 +104,8 @@ fn pageable_memory_is_read_at_the_call_and_pinned_memory_later() {
     let mut pinned = std::ptr::null_mut::<c_void>();
     ok!(cuMemHostAlloc(&mut pinned, 8, 0));
     let gate = pinned as u64 + 4;
-    // SAFETY: the driver gave eight aligned bytes, which only atomics reach while work is queued.
+    // SAFETY: the driver gave eight aligned bytes. This test touches them only by atomics; the copy reads `words[0]` only after the gate is
+    // open, and the test's last store to it comes before that.
     let words = unsafe { &*(pinned as *const [AtomicU32; 2]) };
     for is_pinned in [false, true] {
         let mut mine = 1_u32;
@@ -146,7 +147,7 @@ fn registered_memory_is_known_once() {
 fn values_are_compared_as_the_manual_says() {
     let _driver = Driver::new(1);
     let (stream, at) = (stream(), upload(&[0_u64]));
-    // (value in memory, value of the wait, how they are compared, whether the stream goes on); the word is the low half of `at`.
+    // (value in memory, value of the wait, how they are compared, whether the stream goes on); the word is the low half of the u64 there.
     let cases = [
         (5, 5, 0, true),
         (4, 5, 0, false),
@@ -217,8 +218,8 @@ fn capture_is_seen() {
     ok!(cuStreamDestroy_v2(stream));
 }
 
-/// A thread in the mode `asks` queries an event while another captures in the mode `captures`: the codes of the query and of the capture's
-/// end.
+/// A thread in the mode `asks` queries an event while another captures in the mode `captures`. Returns the code of the query and that of the
+/// capture's end. A relaxed capture (2) is ended by the thread that asks, and the second value is then always 0.
 fn query_beside_a_capture(captures: u32, asks: u32) -> (u32, u32) {
     let (stream, idle, mut event, mut graph) = (stream(), stream(), 0, 0);
     ok!(cuEventCreate(&mut event, 2));

@@ -31,7 +31,8 @@ pub(crate) fn shares_devices() -> bool {
     version() >= 23000 && number("NCCL_MULTI_RANK_GPU_ENABLE", 0) != 0
 }
 
-/// What a test can make go wrong. `call` is the number of a kernel on that rank, from 0: one for each call, or for each group.
+/// What a test can make go wrong. `call` is a parameter of `trouble`: the position, from 0, of a call (or of a whole group of calls) among
+/// those that the rank has made on one communicator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum What {
     /// The call stays in progress, and never gets onto its stream.
@@ -108,7 +109,7 @@ pub(crate) struct Report {
     comms: u64,
     /// Inits so far.
     inits: u64,
-    /// Kernels that were put on streams.
+    /// Kernels that were given to the driver, also those that it refused.
     kernels: u64,
     /// Collectives or messages whose ranks called with different arguments.
     mismatches: u64,

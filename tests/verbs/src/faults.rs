@@ -21,7 +21,7 @@ struct Knobs {
     seed: AtomicU64,
     /// How many of a thousand packets are lost.
     loss: AtomicU64,
-    /// The request to send with this number, counted from now, is stalled (1 is the next); 0: none is.
+    /// How many requests to send there are up to the one that is stalled (1: the next one is); 0: none is.
     stall: AtomicU64,
     faults: Mutex<Vec<Fault>>,
     any_fault: AtomicBool,
@@ -101,7 +101,8 @@ pub(crate) fn called(call: Call) -> Result<(), c_int> {
     }
 }
 
-/// Makes the `nth` call of a function from now fail. `nth` of 0 removes the faults of this function, no name those of all functions.
+/// Makes the `nth` call of a function from now fail. If `nth` is 0, removes the faults of this function instead; without a name, those of all
+/// functions.
 pub(crate) fn fail_call(name: Option<&str>, nth: u64, code: c_int) -> c_int {
     let mut faults = lock(&knobs().faults);
     let Some(name) = name else {
@@ -136,7 +137,7 @@ pub(crate) fn set_stall(nth: u64) {
 /// Counts a request to send; returns whether it is the one to be stalled.
 pub(crate) fn stalls() -> bool {
     let stall = &knobs().stall;
-    // Read first, so that threads do not write to the counter all the time if it is 0.
+    // Read first: in the usual case, 0, a relaxed load is enough.
     stall.load(Ordering::Relaxed) > 0
         && stall.fetch_update(Ordering::AcqRel, Ordering::Acquire, |left| left.checked_sub(1)) == Ok(1)
 }

@@ -31,7 +31,7 @@ if [ "$MACHINE" = 1 ]; then
     # As soon as data moves, the power goes.
     read -r before <"$counter"
     now=$before
-    while [ "$now" -lt $((before + 3000)) ]; do
+    while [ "$now" -lt $((before + 3000)) ] && kill -0 "$!" 2>/dev/null; do
         sleep 0.1
         read -r now <"$counter"
     done

@@ -151,7 +151,7 @@ fn a_missing_gradient_is_named_and_nobody_waits_for_it() {
         }
         let again = parallel.reduce(&mut grads).unwrap_err().to_string();
         assert!(again.contains("a step has failed before"), "{again}");
-        comm.barrier().wait().unwrap(); // the communicator that was given lives
+        comm.barrier().wait().unwrap(); // the communicator that was passed to `new` still works
         error.to_string()
     });
     assert!(texts[0].contains("no gradient in this step for unused"), "{texts:?}");

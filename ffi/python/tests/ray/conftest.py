@@ -46,10 +46,12 @@ def cluster():
     with apart.environment() as variables, pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_TMPDIR", variables["RAY_TMPDIR"])
         ray.init(address="local", num_cpus=8, include_dashboard=False, logging_level="warning", log_to_driver=False)
-        before = _of_allstream()
-        yield
-        assert _of_allstream() == before, "files of shared memory were left"
-        ray.shutdown()
+        try:
+            before = _of_allstream()
+            yield
+            assert _of_allstream() == before, "files of shared memory were left"
+        finally:
+            ray.shutdown()
 
 
 def _of_allstream():

@@ -122,10 +122,12 @@ def test_after_init():
 
 @pytest.mark.parametrize("first", ["allstream.ray.group", "allstream.ray.refs", "allstream.ray.calls", "ray.util.collective", "torch"])
 def test_whatever_is_imported_first(first):
-    """The submodules import each other, and also the modules whose imports they watch; any order must work."""
+    """The submodules import each other, and also the modules whose imports they watch; any order must work, also after a library has asked
+    whether the module is there."""
     done = subprocess.run(
         [sys.executable, "-c", f"""
-import importlib, allstream.ray
+import importlib.util, allstream.ray
+assert importlib.util.find_spec({first!r}) and importlib.util.find_spec("torch")
 importlib.import_module({first!r})
 import torch, ray.util.collective as col
 from ray.experimental.rdt.util import transport_manager_info

@@ -1,4 +1,4 @@
-//! What the tests of the library share: one end of a connection, made with the functions that any program calls.
+//! What the tests of the library for tests (a stand-in for libibverbs) share: one end of a connection, made with the functions that any program calls.
 #![allow(dead_code, reason = "each test takes what it needs")]
 #![allow(missing_docs, reason = "the functions are those of the real library")]
 
@@ -343,7 +343,8 @@ unsafe impl Send for End {}
 impl End {
     pub(crate) fn new(wishes: Wishes) -> End {
         let v = verbs();
-        // SAFETY: all objects that are passed were just made, and live until this end is dropped.
+        // SAFETY: the list is valid until it is freed; it ends with a null, and no test asks for a device behind that. All other objects that
+        // are passed were just made, and live until this end is dropped.
         unsafe {
             let mut count = 0;
             let list = v.get_device_list(&raw mut count).unwrap();
@@ -459,7 +460,7 @@ impl End {
     pub(crate) fn both(one: Wishes, other: Wishes) -> (End, End) {
         let (mut a, mut b) = (End::new(one), End::new(other));
         let (to_a, to_b) = (a.address(), b.address());
-        // The end that receives is connected first.
+        // `b` can receive before `a` can send: in most tests, `a` sends first.
         b.connect(&to_a);
         a.connect(&to_b);
         (a, b)

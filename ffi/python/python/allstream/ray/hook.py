@@ -135,11 +135,16 @@ class _Watch(importlib.abc.MetaPathFinder):
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
         if name != self.module:
             return None
-        sys.meta_path.remove(self)
+        # Whoever only asks whether the module is there (`importlib.util.find_spec`) does not import it, so the watch goes on until it is loaded.
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Then(spec.loader, self.action)
+            spec.loader = _Then(spec.loader, self._loaded)
         return spec
+
+    def _loaded(self) -> None:
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+            self.action()
 
 
 class _Then(importlib.abc.Loader):

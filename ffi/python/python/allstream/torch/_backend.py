@@ -90,7 +90,7 @@ class AllstreamBackend(Backend):
         self._device = None
         # How collectives on CUDA tensors run, in words; None before the first such collective.
         self.device_path = None
-        # If there is CUDA, messages have their own communicator, bound to no device: all ranks must call a binding, but only two call a message.
+        # If there is CUDA, messages have their own communicator, bound to no device: binding takes a call of all ranks, a message only of two.
         self._messages = comm.dup() if torch.cuda.is_available() else comm
         if dist.get_debug_level() == dist.DebugLevel.DETAIL:
             _kept.add(self)
@@ -119,7 +119,7 @@ class AllstreamBackend(Backend):
         self._timeout = timeout.total_seconds()
 
     def _seconds(self, opts):
-        """The deadline of a call: its own, or the group's."""
+        """The timeout of a call, in seconds: its own, or the group's."""
         own = opts.timeout.total_seconds() if opts is not None else 0
         return own if own > 0 else self._timeout
 
@@ -137,7 +137,7 @@ class AllstreamBackend(Backend):
         if tensor.is_complex() and name not in ("sum", "avg"):
             raise ValueError(f"allstream: {name} is not defined on complex numbers")
         if tensor.dtype == torch.bool:
-            # As torch's own backends: a sum of truths is whether any is.
+            # As in torch's own backends, a sum of booleans is true if any of them is, a product if all are.
             name = {"sum": "max", "prod": "min"}.get(name, name)
         options["op"] = name
         return options
