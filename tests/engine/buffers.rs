@@ -135,7 +135,7 @@ fn a_view_that_was_let_go_is_missing_and_the_buffer_goes_with_the_last() {
         let (buf, drops) = Counted::new(mine(comm.rank(), 3000));
         let views = split(buf, &[1000; 3]).unwrap();
         let [first, second, third] = <[_; 3]>::try_from(views).unwrap();
-        // Runs on, and the engine drops its view at the end.
+        // The operation runs on, and the engine drops its view at the end.
         drop(comm.all_reduce(second));
         let Failed { buf, error } = View::join([first, third]).unwrap_err();
         assert!(error.to_string().contains("of the buffer's 3000 elements 1000..2000"), "{link}: {error}");
@@ -152,7 +152,7 @@ fn a_view_that_was_let_go_is_missing_and_the_buffer_goes_with_the_last() {
     });
 }
 
-/// Lengths that add up to `len`, as its cuts say.
+/// The lengths of the parts into which `cuts` divide `len` elements.
 fn lens(len: usize, mut cuts: Vec<usize>) -> Vec<usize> {
     cuts.sort_unstable();
     let ends = cuts.iter().copied().chain([len]);
@@ -177,7 +177,7 @@ proptest! {
         let lens = lens(len, at);
         let mut views = split(buf, &lens).unwrap();
         prop_assert_eq!(views.iter().map(|view| view.len()).collect::<Vec<_>>(), lens);
-        // One of them once more.
+        // Splits one of the views once more.
         let view = views.remove(further % views.len());
         let middle = middle % (view.len() + 1);
         views.extend(view.split_at(middle).unwrap());
@@ -191,7 +191,7 @@ proptest! {
         shuffled.sort_by_key(|(key, _)| **key);
         let mut views: Vec<_> = shuffled.into_iter().map(|(_, view)| view).collect();
 
-        // Without one of them there is no buffer; all others come back in their order.
+        // With one view missing, `join` fails and gives the others back in their order.
         let missing = views.remove(away % views.len());
         let ranges: Vec<_> = views.iter().map(View::range).collect();
         let failed = View::join(views).unwrap_err();

@@ -1,5 +1,5 @@
-//! DLPack tensors in the host's memory: out and in, what they own, and tensors of any numbers. `tests/cuda/dlpack.rs` has
-//! those on devices.
+//! DLPack tensors in the host's memory: exported, imported, what they own, and imports with arbitrary field values.
+//! `tests/cuda/dlpack.rs` has the tests of tensors on devices.
 
 use std::ffi::c_void;
 use std::sync::Arc;
@@ -17,7 +17,7 @@ use crate::counted::Counted;
 fn goes_round<T: Element>(values: Vec<T>) {
     let (shape, at) = ([2, values.len() / 2], values.as_ptr());
     let raw = dlpack::export(values.clone(), &shape).unwrap().into_versioned();
-    // SAFETY: both are tensors of our own, which nobody else has.
+    // SAFETY: the tensor was exported just now, is valid, and nobody else has its pointer.
     let taken = unsafe { Tensor::from_versioned(raw.as_ptr()) }.unwrap();
     assert_eq!(taken.dtype(), Some(T::DTYPE));
     assert_eq!(*taken.into_host::<T>().unwrap(), *values);
@@ -26,7 +26,7 @@ fn goes_round<T: Element>(values: Vec<T>) {
     let taken = unsafe { Tensor::from_legacy(raw.as_ptr()) }.unwrap();
     let host = taken.into_host::<T>().unwrap();
     assert_eq!((&*host, host.shape()), (&*values, &[2, shape[1] as i64][..]));
-    // No copy; and any owner.
+    // Exporting copies nothing, and takes buffers of other owners than `Vec`.
     let back = dlpack::export(values, &shape).unwrap().into_inner();
     assert_eq!(back.as_ptr(), at);
     let raw = dlpack::export(HostBuf::from(&*back), &[back.len()]).unwrap().into_versioned();
@@ -59,7 +59,7 @@ fn an_exported_tensor_is_what_the_header_says_and_is_deleted_once() {
     let values: Vec<f32> = (0..24_u8).map(f32::from).collect();
     let at = values.as_ptr();
     let raw = dlpack::export(Counted(values, drops.clone()), &[2, 3, 4]).unwrap().into_versioned();
-    // SAFETY: a valid tensor until its deleter is called; what is read are its parts.
+    // SAFETY: the tensor is valid until its deleter is called, last and once; it has 3 dimensions and 24 elements, and no more is read.
     unsafe {
         let DLManagedTensorVersioned { version, flags, dl_tensor, deleter, .. } = raw.as_ref();
         assert_eq!((*version, *flags, VERSION), (DLPackVersion { major: 1, minor: 1 }, 0, *version));
@@ -73,11 +73,11 @@ fn an_exported_tensor_is_what_the_header_says_and_is_deleted_once() {
         (deleter.unwrap())(raw.as_ptr());
     }
     assert_eq!(drops.load(Ordering::SeqCst), 1);
-    // Not given away after all; and what is taken back and forth is one buffer.
+    // An export that is dropped unused frees its buffer; a tensor converted to and fro stays one buffer, freed once.
     drop(dlpack::export(Counted(vec![0.0; 4], drops.clone()), &[4]).unwrap());
     assert_eq!(drops.load(Ordering::SeqCst), 2);
     let raw = dlpack::export(Counted(vec![1.0; 4], drops.clone()), &[2, 2]).unwrap().into_legacy();
-    // SAFETY: a tensor of our own.
+    // SAFETY: a valid tensor, exported just now, which nobody else has.
     let host = unsafe { Tensor::from_legacy(raw.as_ptr()) }.unwrap().into_host::<f32>().unwrap();
     let host: HostTensor<f32> = host.into_tensor().into_host().unwrap();
     // Another library's memory in a collective.
@@ -105,9 +105,9 @@ fn shapes_that_are_not_the_buffers_are_refused() {
         let len = shape.iter().product();
         assert!(dlpack::export(vec![0_u8; len], shape).is_ok());
     }
-    // Nothing: no address.
+    // A tensor of no elements has a null pointer.
     let raw = dlpack::export(Vec::<f64>::new(), &[5, 0]).unwrap().into_versioned();
-    // SAFETY: a tensor of our own.
+    // SAFETY: a valid tensor, exported just now, which nobody else has.
     unsafe {
         assert!(raw.as_ref().dl_tensor.data.is_null());
         let tensor = Tensor::from_versioned(raw.as_ptr()).unwrap();
@@ -115,7 +115,7 @@ fn shapes_that_are_not_the_buffers_are_refused() {
     }
 }
 
-/// Someone else's tensor, whatever its numbers say: it has its own memory, and counts calls of its deleter.
+/// Another library's tensor, with any field values: it owns its shape and strides, and counts calls of its deleter.
 #[repr(C)]
 struct Theirs<M> {
     managed: M,
@@ -136,14 +136,14 @@ unsafe extern "C" fn delete_legacy(this: *mut DLManagedTensor) {
     theirs.deleted.fetch_add(1, Ordering::SeqCst);
 }
 
-/// All that a tensor says.
+/// The field values of a tensor.
 #[derive(Clone, Debug)]
 struct Numbers {
     version: u32,
     flags: u64,
     data: usize,
     device: DLDevice,
-    /// `None`: as many as `shape` has.
+    /// `None`: as many as `shape` has lengths.
     ndim: Option<i32>,
     dtype: DLDataType,
     shape: Option<Vec<i64>>,
@@ -152,7 +152,7 @@ struct Numbers {
 }
 
 impl Numbers {
-    /// What is right for these values.
+    /// The correct field values for a tensor of `values`.
     fn of(values: &[f32]) -> Numbers {
         Numbers {
             version: 1,
@@ -167,7 +167,7 @@ impl Numbers {
         }
     }
 
-    /// The vectors are not touched any more once they are pointed to.
+    /// Points into both vectors: the caller must not change them while the tensor is in use.
     fn tensor(&self, shape: &mut [i64], strides: Option<&mut Vec<i64>>) -> DLTensor {
         DLTensor {
             data: std::ptr::with_exposed_provenance_mut::<c_void>(self.data),
@@ -202,7 +202,7 @@ impl Numbers {
         Box::into_raw(Box::new(Theirs { managed, shape, strides, deleted: deleted.clone() })).cast()
     }
 
-    /// What is said about it, in both forms, and that it is deleted once; or the values.
+    /// Imports the tensor in both forms; the values, or the error's text. Checks that both give the same, and are deleted once.
     fn told(&self) -> Result<Vec<f32>, String> {
         let deleted = Arc::new(AtomicUsize::new(0));
         let take = |tensor: Result<Tensor, allstream::Error>| -> Result<Vec<f32>, String> {
@@ -214,7 +214,7 @@ impl Numbers {
             })?;
             Ok(host.to_vec())
         };
-        // SAFETY: the numbers that are pointed to are there; memory is looked at only where a test gives its own.
+        // SAFETY: shape and strides have `ndim` numbers each, or are refused unread; data is read only where a test points to its own memory.
         let first = take(unsafe { Tensor::from_versioned(self.versioned(&deleted)) });
         assert_eq!(deleted.load(Ordering::SeqCst), 1);
         if self.version == 1 && self.flags & FLAG_READ_ONLY == 0 {
@@ -241,7 +241,7 @@ fn what_others_give_is_taken_or_refused_with_a_reason() {
     let shaped = |shape: &[i64], strides: &[i64]| {
         takes(&|n| (n.shape, n.strides) = (Some(shape.to_vec()), Some(strides.to_vec())))
     };
-    // Row-major, whatever the strides of lengths of 1 say; pinned; from an offset; a scalar; nothing.
+    // Taken: row-major, whatever the strides of dimensions of length 1; pinned memory; a byte offset; a scalar; no elements.
     for (shape, strides) in [(&[2, 3][..], &[3, 1][..]), (&[6], &[1]), (&[1, 2, 1, 3], &[-7, 3, 99, 1])] {
         assert_eq!(shaped(shape, strides).unwrap(), values);
     }
@@ -330,7 +330,7 @@ fn numbers() -> impl Strategy<Value = Numbers> {
     let wrong = prop_oneof![5 => Just(None), 1 => prop_oneof![i32::MIN..0, 65..i32::MAX].prop_map(Some)];
     (device, dtype, dims, data, offset, version, flags, wrong).prop_map(
         |(device, dtype, (shape, strides, ndim), data, byte_offset, version, flags, wrong)| {
-            // Without a shape, too, it may say that it has dimensions.
+            // A tensor without a shape may still claim to have dimensions.
             let ndim = wrong.or(shape.is_none().then_some(ndim as i32));
             Numbers { version, flags, data, device, ndim, dtype, shape, strides, byte_offset }
         },
@@ -340,11 +340,11 @@ fn numbers() -> impl Strategy<Value = Numbers> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(20_000))]
 
-    /// Never a panic, and deleted once; what is taken is what an oracle takes. The memory is not looked at.
+    /// Nothing panics, each tensor is deleted once, and those are taken that the oracle takes. The data is not read.
     #[test]
     fn any_numbers_are_taken_or_refused(numbers in numbers()) {
         let deleted = Arc::new(AtomicUsize::new(0));
-        // SAFETY: the numbers that are pointed to are there, and no memory is looked at.
+        // SAFETY: shape and strides have `ndim` numbers each, or are refused unread, and the data is never read.
         let tensor = unsafe { Tensor::from_versioned(numbers.versioned(&deleted)) };
         let taken = tensor.map_err(|_| ()).and_then(|tensor| {
             assert_eq!(deleted.load(Ordering::SeqCst), 0);
@@ -357,7 +357,7 @@ proptest! {
     }
 }
 
-/// Where and how many, with whole numbers that cannot overflow.
+/// The address and number of elements that an import must give (`None`: it is refused), in `i128`, which cannot overflow here.
 fn oracle(n: &Numbers) -> Option<(usize, usize)> {
     let dims = n.shape.as_ref().map_or(n.ndim.unwrap_or(0) == 0, |_| n.ndim.is_none());
     let kind = matches!(n.device.device_type, DL_CPU | DL_CUDA_HOST) && n.dtype == DLDataType::of(DType::F32);

@@ -1,5 +1,5 @@
-//! Nodes: several ranks in each of several processes, called together. Every collective against a sequential reduction,
-//! with processes that are threads and processes that are processes, over every link.
+//! Nodes: several ranks in each of several processes, called together. Every collective is compared with a sequential
+//! reduction, with threads in place of processes and with real processes, over every link.
 
 use std::time::{Duration, Instant};
 
@@ -34,7 +34,7 @@ fn every_call_of_nodes_made_in_one_process() {
 #[test]
 fn every_call_of_nodes_that_met_over_every_link() {
     for (i, (k, p)) in SHAPES.into_iter().enumerate() {
-        // "hosts": each process on a host of its own: TCP between them, the process's memory inside.
+        // "hosts": each process says that it is on a host of its own: TCP between processes, the process's memory inside each.
         let links = ["inproc", "shm", "tcp", "hosts"];
         // All links for two processes of two devices; in the other shapes they take turns.
         let links = if (k, p) == (2, 2) || support::full() { &links[..] } else { &links[i % 4..][..1] };
@@ -57,8 +57,8 @@ const PROCESSES: [(&str, usize, usize); 7] = [
     ("tcp", 4, 1),
 ];
 
-/// Between processes memory is shared, or there is TCP; inside each its ranks lend each other their own memory, unless one
-/// link is for all.
+/// Shared memory or TCP is between processes; the ranks inside a process lend each other their own memory, unless one link
+/// is named for all.
 #[test]
 fn every_call_of_nodes_in_processes() {
     if support::role() {
@@ -92,7 +92,7 @@ fn every_call_of_nodes_in_processes() {
 fn the_death_of_a_process_names_one_of_its_ranks() {
     if support::role() {
         let mut node = block_on(Node::connect(Rendezvous::from_env().unwrap(), 2)).unwrap();
-        // It dies once both others have got past all that they did together.
+        // Process 1 dies once it has a message from both others, which therefore have connected.
         if node.process() == 1 {
             for from in [(0, 0), (2, 0)] {
                 node.recv(0, vec![0_u8], from).wait().unwrap();
@@ -164,7 +164,7 @@ fn arrays_come_back_as_arrays() {
     });
 }
 
-/// What a call in place on vectors comes to.
+/// The result of a call in place on vectors.
 type Back = Result<Vec<Vec<i32>>, Failed<Vec<Result<Vec<i32>, Failed<Vec<i32>>>>>>;
 
 #[test]
@@ -199,7 +199,7 @@ fn an_invalid_call_submits_nothing_and_gives_all_buffers_back() {
             assert!(node.recv(device, vec![1], peer).wait().is_err());
         }
         assert!(node.comm(2).is_err() && node.stream(2).is_err());
-        // Nothing of all that was submitted: what is called next is what the others call next.
+        // None of these calls was submitted: the next call matches the next call of the others.
         let sums = node.timeout(CALL).all_reduce(vec![vec![1], vec![1]]).wait().unwrap();
         assert_eq!(sums, [[4], [4]]);
         block_on(node.close()).unwrap();
@@ -285,7 +285,7 @@ fn a_work_let_go_runs_on_and_what_follows_is_right() {
     });
 }
 
-/// What `wait` on one thread must not do: wait for one device before it has worked on the other.
+/// On one thread, `wait` for one device must work on the other devices, too.
 #[test]
 fn devices_of_one_thread_send_to_each_other() {
     let mut node = Node::local(2).unwrap();
@@ -323,7 +323,7 @@ fn each_device_is_in_order_with_its_stream() {
         let order: Vec<&str> = told.try_iter().collect();
         assert_eq!(order, ["computed", "computed", "reduced", "reduced"]);
 
-        // One stream for each device, of the user's; another number is refused, and nothing is lost.
+        // The user's own streams, one for each device; another number of streams is refused, and the results come back.
         let own = [HostStream::new("a").unwrap(), HostStream::new("b").unwrap()];
         let work = node.on(&own).all_reduce([vec![1], vec![1]]);
         let failed = work.join(&own[..1]).unwrap_err();
@@ -344,7 +344,7 @@ fn nodes_are_split_doubled_and_aborted_together() {
         let order: Vec<u64> =
             [4, 0].iter().flat_map(|r| [0, 1].map(|d| r + d + 2 * (process as u64 % 2))).collect();
         assert_eq!(gathered, [order.clone(), order]);
-        // The same device of all processes.
+        // One group for each device number, over all processes.
         let mut rails = block_on(node.split_by(|device| (device as u64, 0))).unwrap();
         let works: Vec<_> = rails.iter_mut().map(|rail| rail.timeout(CALL).all_reduce(vec![1])).collect();
         assert!(works.into_iter().all(|work| work.wait().unwrap() == [4]));
@@ -367,7 +367,7 @@ fn nodes_are_split_doubled_and_aborted_together() {
     });
 }
 
-/// Each rank's goodbye waits a bounded time for those of the others: a node's must not wait for one another.
+/// A dropped rank waits a bounded time for the others' goodbyes: a node's ranks must wait together, not one after another.
 #[test]
 fn dropping_a_node_takes_no_longer_than_dropping_a_rank() {
     let nodes = connect(4, 2, "tcp");

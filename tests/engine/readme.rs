@@ -89,7 +89,7 @@ async fn groups(world: &mut Comm) -> Result<(), Error> {
     // Groups: four ranks as a grid, a communicator along each axis.
     let mut mesh = world.mesh([("dp", 2), ("tp", 2)]).await?;
     let grads = mesh.axis("dp")?.all_reduce(grads).await?;
-    // Rank r is row r / 2, column r % 2: it and the one of the other row.
+    // Rank r is at row r / 2, column r % 2: the sum is over r and the rank of the other row in its column.
     assert_eq!(grads, [(2 * (rank % 2) + 2) as f64]);
     Ok(())
 }
@@ -159,12 +159,12 @@ fn and_it_says_nothing_else() {
     let (_, short) = readme.split_once("\n## In short\n").expect("that chapter");
     let (_, block) = short.split_once("```rust,ignore\n").expect("its block");
     let (block, _) = block.split_once("\n```").expect("the end of its block");
-    // Spaces aside, which rustfmt sees to.
+    // Lines are compared without regard to spaces, which rustfmt changes.
     let even = |line: &str| line.split_whitespace().collect::<Vec<_>>().join(" ");
     let lines = |text: &'static str| text.lines().map(even).filter(|line| !line.is_empty());
     let mut here = lines(include_str!("readme.rs"));
     for line in lines(block) {
-        // In that order; the last `match` is bound to a name here, and then has a semicolon behind it.
+        // Lines must come in the same order; the last `match` is bound to a name here, so a semicolon follows it.
         let bound = [line.clone(), format!("let then = {line}"), format!("{line};")];
         let is_there = here.any(|code| bound.contains(&code));
         assert!(is_there, "docs/rust.md, In short: `{line}` is not run by this test, or not at its place");

@@ -15,7 +15,7 @@ fn parts(verdict: &Verdict) -> (&[usize], &[usize]) {
     (&verdict.survivors, &verdict.lost)
 }
 
-/// The sum of what the members of a communicator have as 2 to the power of a number.
+/// A bit mask of the members of a communicator: each adds 2 to the power of its `number`.
 fn members(comm: &mut Comm, number: usize) -> u64 {
     comm.all_reduce(vec![1u64 << number; 3000]).wait().unwrap()[2999]
 }
@@ -73,7 +73,7 @@ fn groups_shrink_and_groups_without_a_lost_rank_stay() {
             if rank < 3 {
                 assert_eq!(members(&mut low, rank), 0b111, "{link}: it has lost nobody");
             }
-            // The world, too, although nobody has called anything of it since.
+            // The world shrinks, too, although nobody has called it since the loss.
             let (mut world, _) = block_on(world.shrink()).unwrap();
             assert_eq!(members(&mut world, rank), 0b11111);
         });
@@ -99,7 +99,7 @@ fn what_is_in_flight_anywhere_fails_when_the_first_rank_shrinks() {
     for link in LINKS {
         each(2, link, move |rank, mut comm| {
             if rank == 0 {
-                // Nobody else ever calls it.
+                // No other rank ever makes this call.
                 let work = comm.all_reduce(vec![1f32; 1 << 20]);
                 let shared = comm.share();
                 let (mut comm, _) = block_on(comm.shrink()).unwrap();
@@ -144,12 +144,12 @@ fn a_rank_that_gives_up_half_way_is_not_waited_for() {
         let lost = each(3, link, move |rank, comm| {
             let keep = comm.share();
             if rank == 2 {
-                // It has voted, and is not there for the rest.
+                // This rank has voted, and drops its call before the rest of the shrink.
                 let mut shrinks = Box::pin(comm.shrink());
                 let polled = futures::FutureExt::now_or_never(&mut shrinks);
                 assert!(polled.is_none(), "the others have not called yet, or not answered");
                 drop(shrinks);
-                // Its world goes on: other groups may need it.
+                // The rank's world goes on, as other groups may need it.
                 while keep.stats().in_flight > 0 {}
                 return (keep, None);
             }
@@ -203,7 +203,7 @@ fn idle_groups_of_survivors_are_taken_up_again() {
             let before = smaller.stats().pool.hits;
             let mut again = block_on(smaller.split(u64::from(rank < 2), 0)).unwrap();
             assert_eq!(members(&mut again, rank), if rank < 2 { 0b11 } else { 0b100 });
-            // Rank 2's old one had the lost rank among its members.
+            // Rank 2's old pair had the lost rank as a member.
             assert_eq!(smaller.stats().pool.hits - before, u64::from(rank < 2), "{link}");
         });
     }

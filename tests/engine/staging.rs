@@ -33,7 +33,8 @@ fn two(rank: fn(Comm) -> Result<(), Error>) {
     }
 }
 
-/// The backlog: two communicators whose operations take every slot, and which rank 1 does not serve yet.
+/// Runs `run` on `world` beside a backlog: two other communicators, whose operations on rank 0 take every slot, and which rank 1
+/// does not call before `run` has ended.
 fn behind(run: fn(&mut Comm) -> Result<(), Error>, mut world: Comm) -> Result<(), Error> {
     let (mut a, mut b) = (block_on(world.dup())?, block_on(world.dup())?);
     let mut works = Vec::new();
@@ -117,7 +118,7 @@ fn a_dead_communicator_gives_its_slots_back() {
             let work = (world.rank() == 0).then(|| {
                 let call = child.algo(Algo::Direct).timeout(Duration::from_millis(200));
                 let buf = vec![1f32; 4 << 20];
-                // The one sends through slots, the other lends them.
+                // The all_gather sends through slots, the all_reduce lends them.
                 if turn % 2 == 0 { call.all_gather(buf) } else { call.all_reduce(buf) }
             });
             if let Some(work) = work {

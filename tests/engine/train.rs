@@ -18,10 +18,10 @@ mod sharded;
 const LIMIT: Duration = Duration::from_secs(60);
 const LINKS: [&str; 3] = ["local", "shm", "tcp"];
 
-/// Small ones, which are packed, and large ones, which are not; one of no elements.
+/// Elements of each parameter: small ones, which are packed, large ones, which are not, and one of none.
 const LENS: [usize; 7] = [3, 20_000, 500, 0, 40_000, 16_384, 1_000];
 
-/// Several of these are a bucket, and there are several.
+/// Options with which several parameters share a bucket, and there are several buckets.
 fn small_buckets() -> Options {
     Options::default().first_bucket_bytes(1_000).bucket_bytes(100_000)
 }
@@ -39,7 +39,7 @@ fn layout() -> Vec<Param> {
     LENS.into_iter().map(Param::of::<f32>).collect()
 }
 
-/// A step in this order; what comes back.
+/// Pushes all gradients in this `order` and finishes the step; what comes back.
 fn step(buckets: &mut Buckets<Vec<f32>>, order: &[usize], grad: impl Fn(usize) -> Vec<f32>) -> Vec<Vec<f32>> {
     for i in order {
         assert!(buckets.push(*i, grad(*i)).unwrap().is_none());
@@ -154,7 +154,7 @@ fn a_full_bucket_is_on_its_way_at_once_and_nothing_waits_for_the_others() {
                 if rank == 1 {
                     buckets.push(0, vec![3.0; 50_000]).unwrap();
                 }
-                // When the order is learnt, a rank ends its step although the other has only pushed.
+                // Once the order is learnt (step 1), rank 1 ends its step although rank 0 has only pushed, and not called `finish`.
                 if number == 1 && rank == 0 {
                     finished.wait();
                 }
@@ -179,7 +179,7 @@ fn micro_batches_add_up_and_their_buffers_come_back() {
                     assert!(buckets.accumulate(i, grad(rank, i, 0)).unwrap().is_none(), "the first is kept");
                     let spare = buckets.accumulate(i, grad(rank, i, 1)).unwrap();
                     assert_eq!(spare, Some(grad(rank, i, 1)), "the second comes back as it was");
-                    // The last parameters are finished without a push.
+                    // Parameters 5 and 6 are only accumulated: `finish` submits them without a push.
                     if i < 5 {
                         assert_eq!(
                             buckets.push(i, grad(rank, i, number)).unwrap().map(|b| b.len()),
@@ -238,7 +238,7 @@ fn a_mean_by_samples_weighs_ranks_by_their_share() {
             block_on(buckets.weigh([1.0, 3.0][rank])).unwrap();
             let all = step(&mut buckets, &[0, 1, 2, 3, 4, 5, 6], |i| vec![[8.0, 4.0][rank]; LENS[i]]);
             assert!(all.iter().zip(LENS).all(|(found, len)| *found == vec![5.0; len]), "{link}");
-            // One step only.
+            // The weights were for one step only.
             let all = step(&mut buckets, &[0, 1, 2, 3, 4, 5, 6], |i| vec![[8.0, 4.0][rank]; LENS[i]]);
             assert!(all.iter().zip(LENS).all(|(found, len)| *found == vec![6.0; len]), "{link}");
             invalid(block_on(buckets.weigh([1.0, f64::NAN][rank])), &["rank 1", "NaN samples"]);
@@ -315,7 +315,7 @@ fn layouts_that_differ_are_an_error_on_all_ranks_that_names_one() {
     }
 }
 
-/// Whether these are gradients of all parameters.
+/// Checks that the gradients of the parameters in `pushed`, and no others, have come back.
 fn all_back(buf: Option<Vec<Option<Vec<f32>>>>, pushed: &[usize]) {
     let back = buf.expect("the gradients come back");
     let lens: Vec<_> = back.iter().map(|grad| grad.as_ref().map(Vec::len)).collect();
@@ -326,7 +326,7 @@ fn all_back(buf: Option<Vec<Option<Vec<f32>>>>, pushed: &[usize]) {
 
 /// Rank 2 is gone, after all have pushed two parameters: what the others hear when they push the rest and finish.
 fn hears_of_a_loss(buckets: &mut Buckets<Vec<f32>>, rank: usize) -> Error {
-    // Those that hear of it before they have pushed all get their own gradient back, and are not stopped by that.
+    // A rank that hears of the loss while it pushes gets that gradient back, and goes on with the next.
     let mut pushed = vec![6, 5];
     for i in [4, 3, 2, 1, 0] {
         match buckets.push(i, grad(rank, i, 1)) {
@@ -380,7 +380,7 @@ fn who_gives_up_gets_all_gradients_and_the_others_hear_why() {
                 all_back(Some(block_on(buckets.abandon("the loss is NaN"))), &[6, 5, 4, 1]);
             } else {
                 let failed = loop {
-                    // Until it has heard of it.
+                    // Until this rank has heard of the abort.
                     match block_on(buckets.finish()).map(|_| ()) {
                         Err(Failed { buf: None, .. }) => std::thread::yield_now(),
                         other => break other.unwrap_err(),
@@ -433,7 +433,7 @@ fn a_process_that_dies_in_the_middle_of_backward_is_named_and_all_gradients_come
         step(&mut buckets, &[6, 5, 4, 3, 2, 1, 0], |i| grad(rank, i, 0));
         buckets.push(6, grad(rank, 6, 1)).unwrap();
         buckets.push(5, grad(rank, 5, 1)).unwrap();
-        // When any rank is through, all have pushed; the others may hear of the death before they are.
+        // Once the barrier has ended on any rank, all have pushed; it may fail on the others, as rank 2 dies then.
         let _ = comm.barrier().wait();
         if rank == 2 {
             rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL).unwrap();

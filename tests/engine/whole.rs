@@ -1,4 +1,4 @@
-//! Operations that a library takes whole, with a library for tests that is slow, correct, and wrong where it is told to be.
+//! Operations that a library takes whole. The library for tests is slow and correct, and hangs or fails where it is told to.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -18,13 +18,13 @@ const LIMIT: Duration = Duration::from_secs(120);
 const SHORT: Duration = Duration::from_millis(300);
 const LEN: usize = 1000;
 
-/// Takes everything.
+/// A library that takes every collective but barriers.
 fn slow() -> Slow {
     let kinds = Kind::ALL.into_iter().filter(|kind| *kind != Kind::Barrier).collect();
     Slow { kinds, ..Slow::default() }
 }
 
-/// Runs each rank of a local world in a thread of its own, bound to what `slow` says of it.
+/// Runs each rank of a local world in a thread of its own, bound to the library that `slow` gives it.
 fn ranks<R: Send + 'static>(
     n: usize,
     slow: impl Fn(usize) -> Slow,
@@ -38,13 +38,13 @@ fn ranks<R: Send + 'static>(
     all.into_iter().map(Result::unwrap).collect()
 }
 
-/// Waits for what must fail, and must give the buffer back.
+/// Waits for an operation that must fail: its error, and its buffer if that comes back.
 fn failure<O, F>(work: Work<O, F>) -> (Error, Option<F>) {
     let Err(Failed { buf, error }) = work.wait() else { panic!("it did not fail") };
     (error, buf)
 }
 
-/// Which calls there are to make among `n` ranks, and how many of them, or of their entries, go whole.
+/// The calls to make among `n` ranks, and for each whether it must go to the library whole.
 pub(crate) fn case_list(n: usize, seed: u64) -> Vec<(Case, bool)> {
     let mut all = Vec::new();
     let ops: Vec<Combine> = Combine::all();
@@ -148,7 +148,7 @@ fn what_a_call_asks_for_decides_who_carries_it_out() {
     }
 }
 
-/// Law 5: before the library hears of anything.
+/// Law 5: ranks compare their calls before the library is given anything.
 #[test]
 fn law_5_a_disagreement_is_an_error_before_the_library_is_given_anything() {
     type Called = fn(&mut Comm, usize) -> Work<Vec<f32>>;
@@ -158,7 +158,7 @@ fn law_5_a_disagreement_is_an_error_before_the_library_is_given_anything() {
             0 => comm.all_reduce(vec![1.0; LEN]),
             _ => comm.broadcast(vec![1.0; LEN], 0),
         }),
-        // One goes whole, the other does not.
+        // One rank's call goes whole, the other's does not.
         ("who carries it out", |comm, rank| match rank {
             0 => comm.all_reduce(vec![1.0; LEN]),
             _ => comm.algo(Algo::Ring).all_reduce(vec![1.0; LEN]),
@@ -183,7 +183,7 @@ fn law_5_a_disagreement_is_an_error_before_the_library_is_given_anything() {
     }
 }
 
-/// Law 4, before the library hears of anything.
+/// Law 4: the deadline ends a call that one rank does not make, and which the library therefore is not given.
 #[test]
 fn law_4_a_rank_that_does_not_call_is_a_timeout_that_names_it() {
     let waits = std::sync::Barrier::new(3);
@@ -252,7 +252,7 @@ fn law_3_a_library_that_fails_late_gives_the_buffer_back() {
         comm.all_reduce(vec![1.0_f32; LEN]).wait().unwrap();
         let next = comm.all_reduce(vec![1.0_f32; LEN]);
         let last = comm.all_reduce(vec![1.0_f32; LEN]);
-        // Those where it did not fail may be done with it by then.
+        // Ranks whose library did not fail may have finished this operation by then.
         if let Err(Failed { buf, error }) = next.wait() {
             assert!(matches!(error, Error::Library { rank: 1, .. }), "{error}");
             assert_eq!(buf.unwrap().len(), LEN);

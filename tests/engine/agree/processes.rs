@@ -18,7 +18,7 @@ const LIMIT: Duration = Duration::from_secs(60);
 /// How long an agreement may take once nothing more happens.
 const SOON: Duration = Duration::from_secs(20);
 
-/// One world of processes at a time: when things happen counts.
+/// Lets one world of processes run at a time: these tests depend on timing.
 fn alone() -> MutexGuard<'static, ()> {
     static ONE: Mutex<()> = Mutex::new(());
     ONE.lock().unwrap_or_else(PoisonError::into_inner)
@@ -28,7 +28,7 @@ fn setting(name: &str) -> String {
     std::env::var(name).unwrap_or_default()
 }
 
-/// Where ranks and the test leave each other word. It goes with the test.
+/// A folder of files in which ranks and the test leave each other messages. The test removes it when it ends.
 struct Board(PathBuf, Owner);
 
 #[derive(PartialEq)]
@@ -54,7 +54,7 @@ impl Board {
         Board(path, Owner::Test)
     }
 
-    /// The one that the test made for this rank.
+    /// The board that the test made, which a rank finds by `AGREE_BOARD`.
     fn from_env() -> Board {
         Board(PathBuf::from(setting("AGREE_BOARD")), Owner::Rank)
     }
@@ -83,7 +83,7 @@ fn tell(number: usize, got: &Result<Verdict, Error>) {
         Ok(v) => format!("verdict {number} {} {:?} {:?}", v.flag, v.survivors, v.lost),
         Err(e) => format!("error {number} {e}"),
     };
-    // One write: a rank that is killed has said the whole line or nothing.
+    // A single write, so that a killed rank has printed the whole line or nothing.
     std::io::stdout().write_all(format!("\n@@{said}\n").as_bytes()).unwrap();
 }
 
@@ -92,8 +92,8 @@ fn told(rank: &Ended) -> Vec<String> {
     rank.stdout.lines().filter_map(|l| l.strip_prefix("@@")).map(str::to_owned).collect()
 }
 
-/// What the ranks that ended well told: `calls` verdicts each, the same on all. The ranks that were killed told nothing
-/// else.
+/// Checks that every rank not in `killed` ended well and told the same `calls` lines, and that killed ranks told none but
+/// these; returns the lines.
 fn agreed(ended: &[Ended], killed: &[usize], calls: usize) -> Vec<String> {
     let survivors: Vec<&Ended> = ended.iter().filter(|e| !killed.contains(&e.rank)).collect();
     for rank in &survivors {
@@ -109,7 +109,7 @@ fn agreed(ended: &[Ended], killed: &[usize], calls: usize) -> Vec<String> {
     one
 }
 
-/// Waits until all ranks are at work; what they said where one has ended before.
+/// Waits until all ranks are at work; panics with what they printed if one ends before that.
 fn running(mut ranks: Ranks, board: &Board, n: usize) -> Ranks {
     let end = Instant::now() + LIMIT;
     while (0..n).any(|rank| !board.0.join(format!("running-{rank}")).exists()) {
@@ -186,7 +186,7 @@ async fn reduce_until_it_fails(mut comm: Comm) {
     let first = comm.agree_within(true, SOON).await;
     tell(0, &first);
     let verdict = first.unwrap();
-    // A second time, where the first survivor has doubts.
+    // In a second agreement, the first survivor votes false.
     tell(1, &comm.share().agree_within(rank != verdict.survivors[0], SOON).await);
     drop(comm);
     let (place, n) = (verdict.survivors.iter().position(|r| *r == rank).unwrap(), verdict.survivors.len());
@@ -217,7 +217,7 @@ impl Random {
     }
 }
 
-/// Agrees many times in a row; flags that all can compute.
+/// Agrees many times in a row, with flags that every rank can compute for all ranks.
 fn agree_many() {
     let (board, comm) = (Board::from_env(), join());
     let calls: usize = setting("AGREE_CALLS").parse().unwrap();
@@ -259,7 +259,7 @@ fn kill_some(name: &str, repetitions: u64, victims: &[usize]) {
         let said = agreed(&ended, victims, CALLS);
         let mut lost = 0;
         for (number, line) in said.iter().enumerate() {
-            // Who is lost stays lost; flags are those of the survivors.
+            // A lost rank stays lost; a verdict's flag is true if all its survivors voted true.
             let gone: Vec<usize> =
                 (0..N).filter(|r| victims.contains(r) && said_lost(line).contains(r)).collect();
             assert!(gone.len() >= lost, "{line}");
@@ -315,12 +315,12 @@ fn stop_in_between() {
         let voted = (setting("AGREE_VOTED") == "true").then(|| comm.agree_within(true, LIMIT));
         board.put("stopping", "");
         kill_process(getpid(), Signal::STOP).unwrap();
-        // The call may return before the whole process stands still.
+        // `kill_process` may return before the whole process has stopped.
         board.wait("woken");
         let is_out =
             |e: &Error| matches!(e, Error::PeerLost { rank: r, how: Lost::Silent(_), .. } if *r == rank);
         match voted.map(|agree| agree.wait()) {
-            // Then it is what the others have.
+            // The vote came in time, so this is the verdict that the others have.
             Some(Ok(verdict)) => tell(1, &Ok(verdict)),
             Some(Err(error)) => assert!(is_out(&error), "{error}"),
             None => {}
@@ -333,7 +333,7 @@ fn stop_in_between() {
         return;
     }
     tell(1, &comm.agree_within(true, SOON).wait());
-    // Where its vote had come, there was a verdict before its heartbeat was missed: it is woken only once it is lost.
+    // If the victim's vote had come, the verdict came before its heartbeat was missed: wait until it is lost, as the test wakes it then.
     let end = Instant::now() + SOON;
     while comm.check().is_ok() {
         assert!(Instant::now() < end, "the stopped rank is not lost");
@@ -382,7 +382,7 @@ fn a_stopped_rank_is_lost_by_heartbeat_and_told_so_when_it_wakes() {
         ];
         let said = agreed(&ended, &[victim], 3);
         if voted {
-            // Whether its vote came in time is not known here; that it is lost afterwards is.
+            // Whether the victim's vote came in time is not known here; in the last verdict it is lost in any case.
             assert_eq!((&said[0], &said[2]), (&expected[0], &expected[2]), "{link}");
         } else {
             assert_eq!(said, expected, "{link}");

@@ -63,7 +63,7 @@ fn several_may_be_open_and_calls_are_matched_by_their_order() {
     for link in LINKS {
         let all = each(3, link, |rank, comm| {
             let open: Vec<_> = (0..30).map(|i| comm.agree((i + rank) % 3 != 0 || i < 15)).collect();
-            // Taken in any order.
+            // Waited for in reverse order.
             let mut got: Vec<_> =
                 open.into_iter().enumerate().rev().map(|(i, a)| (i, block_on(a).unwrap())).collect();
             got.reverse();
@@ -79,7 +79,7 @@ fn several_may_be_open_and_calls_are_matched_by_their_order() {
 fn more_than_64_open_ones_are_refused() {
     let all = each(2, "local", |rank, mut comm| {
         if rank == 1 {
-            // Until the other has been refused.
+            // Waits until rank 0's call has been refused.
             comm.recv(vec![0u8; 1], 0).wait().unwrap();
         }
         let open: Vec<_> = (0..64).map(|_| comm.agree(true)).collect();
@@ -99,13 +99,13 @@ fn a_child_agrees_with_ranks_of_its_own_and_does_not_count_as_a_collective() {
         let all = each(4, link, |rank, mut world| {
             let child = block_on(world.split(rank as u64 % 2, -(rank as i64))).unwrap();
             let verdict = child.agree(rank != 3).wait().unwrap();
-            // The last holds on: what was decided is known also where the handle has gone.
+            // An agreement outlives the handle: `second` gets its verdict although `child` is dropped.
             let second = child.agree(true);
             drop(child);
             assert!(second.wait().unwrap().flag);
             world.barrier().wait().unwrap();
             if rank == 0 {
-                // Unevenly called agreements are no disagreement of collectives.
+                // An agreement that only one rank calls is no mismatch: `close` compares collectives only.
                 drop(world.agree(true));
             }
             block_on(world.close()).unwrap();
@@ -121,7 +121,7 @@ fn a_child_agrees_with_ranks_of_its_own_and_does_not_count_as_a_collective() {
 fn a_rank_that_left_is_lost_and_one_that_left_after_its_vote_is_counted() {
     for link in LINKS {
         let all = each(4, link, |rank, comm| match rank {
-            // Goes before anyone has voted; its goodbye is what the others wait for.
+            // Leaves before anyone has voted; the others' agreement ends once they have its goodbye.
             0 => {
                 block_on(comm.close()).unwrap();
                 None
@@ -159,7 +159,7 @@ fn a_rank_that_does_not_call_is_named_at_the_deadline_and_may_still_call() {
                 }
                 comm.agree(true).wait()
             };
-            // One has given up, the agreement had not; the next is everyone's.
+            // Rank 1 gave up waiting, but its vote counted in the first agreement; all three ranks make the next one.
             (first, comm.agree(rank != 2).wait().unwrap())
         });
         let error = all[1].0.as_ref().unwrap_err();

@@ -5,7 +5,7 @@ use futures::executor::block_on;
 
 use super::{LINKS, on_ranks, pool, works};
 
-/// Waits until this rank holds `idle` idle communicators, and all others have waited too.
+/// Waits until every rank holds `idle` idle communicators.
 fn settled(world: &mut Comm, idle: usize) {
     pool(world, "idle communicators", |p| p.idle == idle);
     world.barrier().wait().unwrap();
@@ -94,7 +94,7 @@ fn messages_and_their_credits_go_on_in_the_next_generation() {
         on_ranks(2, link, |rank, mut world| {
             for round in 0..8u32 {
                 let mut child = block_on(world.dup()).unwrap();
-                // More than the credit, in one direction, then back: credits are on their way at the end.
+                // More messages than half the 32 credits, in one direction, then back: credits are on their way at the end.
                 let count = 17 + round;
                 for from in [0, 1] {
                     let works: Vec<_> = (0..count)
@@ -122,7 +122,7 @@ fn a_credit_that_comes_after_its_receiver_has_let_go_counts_in_the_next_generati
         on_ranks(2, link, |rank, mut world| {
             for round in 0..6u32 {
                 let mut child = block_on(world.dup()).unwrap();
-                // As many as a ring holds, and half the credit, which is when it goes back.
+                // As many as a ring holds, and half the 32 credits: at so many the receiver sends credits back.
                 let values = 0..16u32;
                 if rank == 0 {
                     for i in values {
@@ -132,7 +132,7 @@ fn a_credit_that_comes_after_its_receiver_has_let_go_counts_in_the_next_generati
                     pool(&world, "the sender is done", |p| p.idle == 1);
                     world.send(vec![1u8], 1).wait().unwrap();
                 } else {
-                    // Only now, so that nobody looks at the credits that go back.
+                    // Received only now that the sender has let go of its handle: nobody there reads the credits that go back.
                     world.recv(vec![0u8], 0).wait().unwrap();
                     for i in values {
                         assert_eq!(child.recv(vec![0; 3], 0).wait().unwrap(), [100 * round + i; 3]);
@@ -181,7 +181,7 @@ fn a_message_that_nobody_received_is_not_found_by_the_next_group() {
 fn ranks_that_made_different_calls_do_not_take_it_up_and_close_still_compares_calls() {
     for link in LINKS {
         on_ranks(2, link, |rank, mut world| {
-            // Taken up once, so that what is compared is the second generation's.
+            // The communicator is taken up once, so that the calls compared below are those of its second generation.
             let mut first = block_on(world.dup()).unwrap();
             (0..5).for_each(|_| works(&mut first));
             drop(first);
@@ -189,7 +189,7 @@ fn ranks_that_made_different_calls_do_not_take_it_up_and_close_still_compares_ca
             let mut child = block_on(world.dup()).unwrap();
             works(&mut child);
             assert_eq!(world.stats().pool.hits, 1);
-            // Small enough not to wait for the other.
+            // Small enough for its root not to wait for the other rank.
             if rank == 0 {
                 child.broadcast(vec![5u8], 0).wait().unwrap();
             }
@@ -226,7 +226,7 @@ fn a_poisoned_communicator_never_returns() {
                 if rank == round {
                     child.abort("planted");
                 }
-                // Some hear of it before they drop it, some after.
+                // Some ranks hear of the abort before they drop `child`, some after.
                 drop(child);
                 world.barrier().wait().unwrap();
                 let mut next = block_on(world.dup()).unwrap();

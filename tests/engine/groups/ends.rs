@@ -1,4 +1,4 @@
-//! What the pool has no room for ends everywhere, and its rings' memory comes back.
+//! Communicators that the pool has no room for end on all their members, and their rings' memory is free again.
 
 use std::time::{Duration, Instant};
 
@@ -9,7 +9,7 @@ use super::{LINKS, on_ranks, pool, works};
 use crate::support::{self, join, link_env, role, spawn_ranks};
 
 const RING_BYTES: usize = 128 + 16 * 256;
-/// Rings from a member to another: for collectives, messages, and collectives that devices run.
+/// Rings from one member to another: for collectives, messages, and collectives that devices run.
 const CHANNELS: usize = 3;
 
 #[test]
@@ -17,7 +17,7 @@ fn an_eviction_is_announced_to_the_other_members() {
     for link in LINKS {
         on_ranks(4, link, move |rank, mut world| {
             let base = world.stats().pool.ring_bytes;
-            // One rank alone keeps few.
+            // Only rank 2 keeps few idle communicators.
             if rank == 2 {
                 world.set_pool_capacity(2);
             }
@@ -58,7 +58,7 @@ fn rings_stay_taken_while_another_member_may_write_to_them() {
             pool(&world, "two ranks have let go", |p| p.live == usize::from(rank == 2));
             let block = CHANNELS * 3 * RING_BYTES;
             for _ in 0..3 {
-                // All that was said of it has been heard once another group has come and gone.
+                // Once another group has come and gone, its members have heard all that the others announced about `child`.
                 let pair = block_on(world.split_some((rank < 2).then_some(0), 0)).unwrap();
                 pair.iter().for_each(|pair| assert_eq!(pair.size(), 2));
                 drop(pair);
@@ -94,7 +94,7 @@ fn five_thousand_splits_of_the_same_members_need_one_block_of_rings() {
             let stats = world.stats().pool;
             assert_eq!((stats.hits, stats.misses, stats.evictions), (4_999, 1, 0));
             assert_eq!(stats.ring_bytes, base + block);
-            // One in use, one offered by each split in case there is none.
+            // One block in use, and one that each split offers in case no idle communicator fits.
             assert_eq!(stats.ring_peak, base + 2 * block);
             world.barrier().wait().unwrap();
         });
@@ -113,7 +113,7 @@ fn five_thousand_splits_of_changing_members_stay_within_the_region() {
                 let colors = x >> 20;
                 let key = if x >> 60 & 1 == 0 { rank as i64 } else { -(rank as i64) };
                 let color = colors >> (2 * rank) & 3;
-                // Nobody's color: without a group.
+                // A rank of color 3 gets no group in this round.
                 let child = block_on(world.split_some((color != 3).then_some(color), key)).unwrap();
                 let Some(mut child) = child else { continue };
                 if round % 8 == 0 {
@@ -140,7 +140,7 @@ fn a_full_region_ends_what_is_idle_and_says_so_when_nothing_is() {
         world.set_pool_capacity(10_000);
         let limit = world.stats().pool.ring_limit;
         let fit = limit / (CHANNELS * 8 * RING_BYTES);
-        // More than fit, all idle at the end of the loop: the pool gives way.
+        // Idle communicators, and then more new ones than fit beside them: the pool ends idle ones to make room.
         let mut held: Vec<Comm> = Vec::new();
         for _ in 0..fit / 2 {
             held.push(block_on(world.dup()).unwrap());
@@ -152,7 +152,7 @@ fn a_full_region_ends_what_is_idle_and_says_so_when_nothing_is() {
             held.push(block_on(world.split(0, -(rank as i64))).unwrap());
         }
         held.iter_mut().step_by(50).for_each(works);
-        // And with all of it held, the group that does not fit is an error on every rank.
+        // With all communicators held, the group that does not fit is an error on every rank.
         let mut parent = block_on(world.dup()).unwrap();
         let error = loop {
             match block_on(parent.split(0, (rank as i64 + 3) % 8)) {
@@ -189,7 +189,7 @@ fn a_member_that_leaves_takes_its_idle_groups_with_it() {
     }
 }
 
-/// Runs the test `name` as three processes; the ranks of `well` end well.
+/// Runs the test `name` as three processes; checks that the ranks in `well` end well.
 fn three(name: &str, link: &str, well: &[usize]) {
     const LIMIT: Duration = Duration::from_secs(60);
     let ended = spawn_ranks(name, 3, LIMIT, |rank| link_env(link, rank, 3)).wait(LIMIT);
@@ -213,7 +213,7 @@ fn a_member_that_dies_takes_its_idle_groups_and_their_rings_with_it() {
     works(&mut pair);
     drop(all);
     pool(&world, "one is idle", |p| p.idle == 1);
-    // It may not see its end: the first to see it dies.
+    // The barrier may fail on other ranks: rank 1 may end it first, and dies then.
     drop(world.barrier().wait());
     if rank == 1 {
         // No goodbye.
@@ -221,7 +221,7 @@ fn a_member_that_dies_takes_its_idle_groups_and_their_rings_with_it() {
     }
     pool(&world, "the idle group ends with its member", |p| p.idle == 0);
     let (trio, duo) = (CHANNELS * 3 * RING_BYTES, CHANNELS * 2 * RING_BYTES);
-    // The others are well, and make no use of memory that the lost one may write to.
+    // The others' communicators work, and do not use again the rings that the lost rank may still write to.
     works(&mut pair);
     let mut again = block_on(pair.dup()).unwrap();
     works(&mut again);
@@ -248,7 +248,7 @@ fn sockets_of_groups_that_have_ended_are_closed() {
         let mut child = block_on(world.dup()).unwrap();
         works(&mut child);
         if round % 3 == rank {
-            // Nobody takes it.
+            // Nobody receives this message.
             child.send(vec![1u8; 100], (rank + 1) % 3).wait().unwrap();
         }
         drop(child);

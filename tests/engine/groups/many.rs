@@ -93,7 +93,7 @@ fn a_hundred_groups_over_eight_processes_stay_within_the_staging_cap() {
     }
     for link in ["shm", "mixed"] {
         let envs = |rank| {
-            // Eight busy processes on few cores: being slow is not what this is about.
+            // Eight busy processes on few cores are slow: they must not be taken for lost.
             let patient = ("ALLSTREAM_HEARTBEAT_TIMEOUT".to_owned(), "60".to_owned());
             [link_env(link, rank, RANKS), vec![patient]].concat()
         };

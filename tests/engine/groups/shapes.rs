@@ -83,7 +83,7 @@ fn a_mesh_has_a_communicator_along_each_axis() {
             assert_eq!(along(&mut mesh, "tp", rank), [rank / 2 * 2, rank / 2 * 2 + 1]);
             assert_eq!((mesh.size("dp"), mesh.shape()), (Ok(2), vec![2, 2]));
             assert_eq!(mesh.names().collect::<Vec<_>>(), ["dp", "tp"]);
-            // Both axes at once: a sum over the whole world.
+            // Along one axis after the other: a sum over the whole world.
             let sum = mesh.axis("tp").unwrap().all_reduce(vec![rank as u32; 50_000]).wait().unwrap();
             let sum = mesh.axis("dp").unwrap().all_reduce(sum).wait().unwrap();
             assert_eq!(sum, vec![6; 50_000]);
@@ -162,9 +162,9 @@ fn backends_say_what_is_there_and_why_not() {
     for status in &all {
         match status.backend {
             Backend::Link(_) => assert_eq!(status.available, Ok(())),
-            // Where there is a GPU; or the driver for tests, which lies where cargo lets libraries be found.
+            // Available with a GPU, or with the driver for tests, which lies where cargo lets libraries be found.
             Backend::Cuda if status.available.is_ok() => {}
-            // Where there is a network card.
+            // Available with an RDMA network card.
             Backend::Rdma if status.available.is_ok() => {}
             _ => {
                 let error = status.available.clone().unwrap_err().to_string();

@@ -27,7 +27,7 @@ fn arena_buffers_go_through_every_algorithm_and_messages() {
             let (n, rank) = (comm.size(), comm.rank());
             for len in [0, 1, 1000, 300_001] {
                 for &algo in algorithms(Kind::AllReduce).iter().filter(|a| **a != Algo::TwoLevel) {
-                    // Of two in a row, one is folded at once also where it is small.
+                    // With `fold_small`, one of two calls in a row is folded at once even if it is small.
                     for _ in 0..2 {
                         let buf = filled(&comm, len, comm_value(rank));
                         let sum = comm.algo(algo).all_reduce(buf).wait().unwrap();
@@ -50,8 +50,8 @@ fn arena_buffers_go_through_every_algorithm_and_messages() {
     }
 }
 
-/// Whether a rank can lend what its peers need is known to that rank alone: all see it from its first frame, and do the same.
-/// Where all do, each lends its buffers where they lie, or slots, as it can.
+/// Only a rank itself knows whether it can lend what its peers need: they see it from its first frame, and all take the same path.
+/// Where all can lend, each lends its buffers in place, or slots where it cannot.
 #[cfg(feature = "testing")]
 #[test]
 fn ranks_that_cannot_lend_are_heard_of_by_all() {
@@ -69,7 +69,7 @@ fn ranks_that_cannot_lend_are_heard_of_by_all() {
             let good = match (arena, turn % 2 == 0) {
                 (true, _) => right(&call.all_reduce(mine).wait().unwrap()),
                 (false, true) => right(&call.all_reduce(vec![value; len]).wait().unwrap()),
-                // One end can be lent where it lies, the other cannot.
+                // The input can be lent in place, the output cannot.
                 (false, false) => {
                     let (mine, sum) = call.all_reduce_into(mine, vec![0f32; len]).wait().unwrap();
                     right(&sum) && mine.iter().all(|x| *x == value)
@@ -82,8 +82,8 @@ fn ranks_that_cannot_lend_are_heard_of_by_all() {
     allstream::testing::lend_by_turns(false);
 }
 
-/// As for buffers of their own memory (law 3): aborted at a random moment, whoever has its buffer back writes to it at
-/// once, and whoever succeeds has the right sum all the same.
+/// Law 3, as for other buffers: after an abort at a random moment, a rank that has its buffer back writes to it at once,
+/// and a rank whose call succeeds has the right sum all the same.
 #[test]
 fn law_3_an_arena_buffer_that_came_back_is_read_by_nobody() {
     let seed = seed();

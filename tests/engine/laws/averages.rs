@@ -1,4 +1,4 @@
-//! The mean of numbers that a type has is a number that the type has: no algorithm, call or link makes an infinity of it on the way.
+//! The mean of finite numbers is finite: no algorithm, call or link makes sums overflow on the way to it.
 
 use std::net::TcpListener;
 use std::thread;
@@ -11,7 +11,7 @@ use super::house::*;
 
 const LENGTHS: [usize; 3] = [1, 100, 5003];
 
-/// A world over TCP whose ranks say that they are on two hosts, for the algorithm that is for those.
+/// A world over TCP whose ranks say that they are on two hosts, for the two-level algorithm.
 fn two_hosts(n: usize) -> Vec<Comm> {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let at = listener.local_addr().unwrap().to_string();
@@ -26,7 +26,7 @@ fn two_hosts(n: usize) -> Vec<Comm> {
     joins.into_iter().map(|join| join.join().unwrap()).collect()
 }
 
-/// Sums on the way are rounded, each by half of a last place at most.
+/// Whether `found` is near enough: partial sums are rounded, each by half a unit in the last place at most.
 fn almost(found: f16, expected: f16) -> bool {
     (found.to_f32() - expected.to_f32()).abs() <= expected.to_f32().abs() / 500.0
 }
@@ -35,7 +35,7 @@ fn average(comm: &mut Comm, algo: Algo) -> Call<'_> {
     comm.algo(algo).op(ReduceOp::Avg)
 }
 
-/// Averages `value`, which all ranks give, by each algorithm that is `allowed` where `comm` has it, and looks at every element.
+/// Averages `value`, which all ranks give, by each algorithm that is `allowed` and that `comm` can run, and checks every element.
 fn mean_of<T: Element + Default>(
     comm: &mut Comm,
     value: T,
@@ -66,7 +66,7 @@ fn mean_of<T: Element + Default>(
         }
         for algo in of(Kind::Reduce) {
             for root in [0, n - 1] {
-                // What the others give they get back.
+                // Ranks other than the root get their input back.
                 check("reduce", algo, &average(comm, algo).reduce(vec![value; len], root).wait().unwrap());
             }
         }
@@ -96,7 +96,7 @@ fn an_average_of_f16_is_finite_by_every_algorithm() {
     });
 }
 
-/// What each rank gives is another number: what was halved is made up for, and nothing else.
+/// Each rank gives other numbers: where inputs are halved against overflow, the result is multiplied again by as much.
 #[test]
 fn an_average_of_f16_is_the_mean_by_every_algorithm() {
     for n in [3usize, 6, 8] {
@@ -139,7 +139,7 @@ fn an_average_of_an_8_bit_float_is_finite_and_by_one_fold_only() {
             assert_eq!(failed.buf, Some(vec![one; 4]), "what is refused comes back");
             let error = failed.error.to_string();
             assert!(["ring", "f8e5m2", "direct"].iter().all(|word| error.contains(word)), "{error}");
-            // A sum is what it says, by every algorithm.
+            // A sum of 8-bit floats may name the ring.
             let sum = comm.algo(Algo::Ring).all_reduce(vec![one; 4]).wait().unwrap();
             assert_eq!(sum[3].to_f32(), comm.size() as f32);
             block_on(comm.close()).unwrap();

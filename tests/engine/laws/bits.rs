@@ -22,7 +22,7 @@ fn law_6_all_ranks_get_the_same_bits_by_every_algorithm() {
                 for len in [1usize, 37, 5000, 100_003] {
                     let input: Vec<f32> = (0..len).map(|_| value()).collect();
                     let half: Vec<bf16> = input.iter().map(|x| bf16::from_f32(*x)).collect();
-                    // All ranks share a host here.
+                    // All ranks share a host here, and two-level needs several.
                     for algo in algorithms(Kind::AllReduce).iter().filter(|a| **a != Algo::TwoLevel) {
                         let sum = comm.algo(*algo).all_reduce(input.clone()).wait().unwrap();
                         let bits: Vec<u32> = sum.iter().map(|x| x.to_bits()).collect();
@@ -75,7 +75,7 @@ fn law_6_deterministic_results_depend_on_inputs_alone() {
     }
 }
 
-/// The sum of `input` over all ranks, which must come out the same whatever it is asked by; its bits are added to `to`.
+/// Checks that the sum of `input` over all ranks has the same bits by every collective and algorithm; appends them to `to`.
 fn one_type<T: Element + PartialEq>(comm: &mut Comm, input: &[T], of: fn(&T) -> u64, to: &mut Vec<u64>) {
     let (n, rank, len) = (comm.size(), comm.rank(), input.len());
     let right = comm.all_reduce(input.to_vec()).wait().unwrap();
@@ -90,7 +90,7 @@ fn one_type<T: Element + PartialEq>(comm: &mut Comm, input: &[T], of: fn(&T) -> 
     for algo in allowed(Kind::AllReduce) {
         let got = comm.algo(algo).all_reduce(input.to_vec()).wait().unwrap();
         same("all_reduce", &got, &right);
-        // Cut anywhere, as anything's part.
+        // In two parts, cut anywhere.
         for at in [1, 2, 700, 2501, len - 1] {
             let (a, b) = input.split_at(at);
             let a = comm.algo(algo).all_reduce(a.to_vec()).wait().unwrap();
@@ -108,7 +108,7 @@ fn one_type<T: Element + PartialEq>(comm: &mut Comm, input: &[T], of: fn(&T) -> 
         same("reduce_scatter", &got, &right[rank * cut..(rank + 1) * cut]);
     }
     for algo in allowed(Kind::Scan) {
-        // The last rank's prefix is all.
+        // The last rank's prefix is the sum over all ranks.
         let got = comm.algo(algo).scan(input.to_vec()).wait().unwrap();
         if rank == n - 1 {
             same("scan", &got, &right);

@@ -16,7 +16,7 @@ fn law_10_thousands_of_calls_are_queued_and_none_blocks() {
         let mut one = comms.pop().unwrap();
         let mut zero = comms.pop().unwrap();
         let start = Instant::now();
-        // Its deadline runs from when all before it have ended: that all take longer than that together is no failure.
+        // A call's deadline begins when all calls before it have ended, so all together may take longer than one deadline.
         let works: Vec<_> =
             (0..CALLS).map(|i| zero.timeout(LIMIT / 2).all_reduce(vec![i as u32; 16])).collect();
         assert!(start.elapsed() < SOON, "submissions do not block");
@@ -35,8 +35,8 @@ fn law_10_thousands_of_calls_are_queued_and_none_blocks() {
     });
 }
 
-/// More messages than are in progress at a time, and each rank calls them in an order that the other does not: whatever waits
-/// behind others of its tag, nothing waits for what its peer cannot begin.
+/// More messages than may be in progress at a time, called in another order of tags on each rank: a message may wait for earlier
+/// ones of its tag, but never for one that the peer cannot begin.
 #[test]
 fn law_10_thousands_of_messages_are_queued_whatever_the_order_of_their_tags() {
     const EACH: u32 = 1300;
@@ -64,7 +64,7 @@ fn law_10_thousands_of_messages_are_queued_whatever_the_order_of_their_tags() {
 }
 
 #[cfg(feature = "testing")]
-/// What is kept has an end, far away (here a near one): a call is refused there, with its buffer, and takes no place in the order of calls.
+/// The queue of calls has a limit, lowered here: a call beyond it is refused, gives its buffer back, and takes no place in the order of calls.
 #[test]
 fn law_10_a_call_beyond_what_is_kept_is_refused_and_may_be_made_again() {
     const LIMIT_OF_QUEUE: usize = 1500;
@@ -73,7 +73,7 @@ fn law_10_a_call_beyond_what_is_kept_is_refused_and_may_be_made_again() {
         let mut one = comms.pop().unwrap();
         let mut zero = comms.pop().unwrap();
         let mut works: Vec<_> = (0..LIMIT_OF_QUEUE - 1).map(|i| zero.all_reduce(vec![i as u32])).collect();
-        // Messages count with collectives.
+        // Messages and collectives share the limit.
         let message = zero.recv(vec![0u32], 1);
         for _ in 0..2 {
             let failed = zero.all_reduce(vec![7u32]).wait().unwrap_err();
@@ -87,7 +87,7 @@ fn law_10_a_call_beyond_what_is_kept_is_refused_and_may_be_made_again() {
         // One finishes: exactly one more finds room.
         assert_eq!(one.all_reduce(vec![0u32]).wait().unwrap(), [0]);
         assert_eq!(works.remove(0).wait().unwrap(), [0]);
-        // Two have none: neither is called, and both buffers come back.
+        // There is no room for two messages: neither is submitted, and both buffers come back.
         let full = |error: &Error| matches!(error, Error::QueueFull { .. });
         let both = zero.send_recv(vec![1u8], 1, vec![2u8], 1).wait().unwrap_err();
         assert!(full(&both.error) && both.buf == Some((Some(vec![1]), Some(vec![2]))), "{both:?}");
@@ -107,7 +107,7 @@ fn law_10_a_call_beyond_what_is_kept_is_refused_and_may_be_made_again() {
     });
 }
 
-/// Bytes that the shared regions of this process hold: pages of all its memfds, each counted once.
+/// Inode and bytes in memory of each shared region (memfd) of this process, each listed once, without those in `before`.
 fn staged(before: &[u64]) -> Vec<(u64, u64)> {
     use std::os::unix::fs::MetadataExt;
     let mut files: Vec<(u64, u64)> = Vec::new();
@@ -128,9 +128,9 @@ fn staged(before: &[u64]) -> Vec<(u64, u64)> {
 fn law_10_staging_has_a_cap_whatever_the_number_of_communicators() {
     const RANKS: usize = 8;
     const COMMS: usize = 6;
-    /// Slots (32 x 128 KB) per rank.
+    /// Bytes of a rank's slots: 32 of 128 KB.
     const CAP: u64 = 32 * (128 << 10);
-    // Rings: two channels of 8 peers of 4 KB and a bit per communicator; and the first page.
+    // The first page, and for each communicator the rings of two channels (the devices' is not used), each of at most 4,352 bytes per peer.
     const BESIDE: u64 = 4096 + (1 + COMMS as u64) * (2 * RANKS as u64 * 4352 + 4096);
     let before: Vec<_> = staged(&[]).into_iter().map(|(ino, _)| ino).collect();
     let comms = within(LIMIT, || world(RANKS, Link::Shm));

@@ -82,7 +82,7 @@ fn law_2_works_dropped_at_random_polls_disturb_nobody() {
                         "{link:?}: operations after a drop are right"
                     );
                 }
-                // The end is agreed on: rank 0 has dropped enough.
+                // The ranks agree on when to stop: when each has dropped enough works.
                 if once.len() % 10 < 2 {
                     let all = comm.op(ReduceOp::Min).all_reduce(vec![here as u64]).wait().unwrap();
                     if all[0] as usize >= enough {
@@ -152,7 +152,7 @@ fn law_2_any_collective_may_be_let_go() {
                 check("all_gather", comm.all_gather_in_place(buf(n * len)), theirs, right);
                 check("reduce_scatter", comm.reduce_scatter_in_place(buf(n * len)), own, all);
                 let mine = if rank == root { n * len } else { len };
-                // (Block 0 of the root's.)
+                // The root's buffer holds all ranks' blocks, and block 0 is rank 0's.
                 let first = if rank == root { comm_value(0) } else { value };
                 check("gather", comm.gather_in_place(buf(mine), root), 0..len, first);
                 let of_root = comm_value(root);
@@ -222,7 +222,7 @@ fn law_2_an_abort_reaches_those_who_let_go_and_those_who_wait() {
     }
 }
 
-/// An abort of a child reaches a member that has said all it has to say for making it, and has not looked since.
+/// An abort of a child reaches a member that has sent all that the split needs of it, and has not polled the split since.
 #[test]
 fn law_2_an_abort_reaches_members_whose_split_is_not_done() {
     for link in LINKS {
@@ -235,7 +235,7 @@ fn law_2_an_abort_reaches_members_whose_split_is_not_done() {
                 child.abort("planted");
                 child
             } else {
-                // Polled now and then, in turns: rank 2 comes last to the end, and rank 1 looks later.
+                // Ranks 1 and 2 poll their split only every 120 ms, 60 ms apart: rank 0 may abort the child before either has it.
                 thread::sleep(Duration::from_millis(if rank == 1 { 60 } else { 0 }));
                 let mut dup = Box::pin(comm.dup());
                 loop {
@@ -263,7 +263,7 @@ impl Drop for Bomb {
     }
 }
 
-// SAFETY: a Vec's elements, as of Vec itself.
+// SAFETY: the elements are those of the Vec inside, which stay in place when it moves, and which nothing else reaches.
 unsafe impl allstream::HostMemory for Bomb {
     type Elem = f32;
     fn ptr(&self) -> *const f32 {
@@ -282,7 +282,7 @@ fn a_buffer_that_panics_when_dropped_stops_nobody_else() {
     for link in LINKS {
         let comms = within(LIMIT, move || world(2, link));
         threads(comms, move |mut comm| {
-            // Detached: whoever finishes it drops it; this thread, if it has finished already.
+            // The dropped work's buffer is dropped by the thread that finishes the operation, or by this one if it has finished already.
             let work = comm.all_reduce(Bomb(vec![1.0; 100_000]));
             let _ = catch_unwind(AssertUnwindSafe(|| drop(work)));
             works(&mut comm);

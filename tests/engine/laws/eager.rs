@@ -71,13 +71,13 @@ fn law_1_an_operation_on_a_stream_starts_after_what_the_stream_holds() {
                 let mut input = vec![0f32; 2000];
                 // The job writes the very memory that is reduced: through a pointer, as a kernel would.
                 struct At(*mut f32);
-                // SAFETY: the job alone uses it, before the operation reads the buffer: which is what is tested.
+                // SAFETY: only the job uses the pointer, and only before the operation reads the buffer, which is what this test checks.
                 unsafe impl Send for At {}
                 let (at, done, value) = (At(input.as_mut_ptr()), ready.clone(), round as f32 + 1.0);
                 stream.launch(move || {
                     let at = at;
                     thread::sleep(Duration::from_millis(5));
-                    // SAFETY: the vector lives in the operation, which has not started: 2000 elements.
+                    // SAFETY: the operation owns the vector of 2000 elements, and does not start before this job has ended.
                     (0..2000).for_each(|i| unsafe { at.0.add(i).write(value) });
                     done.store(true, Ordering::SeqCst);
                 });
@@ -168,10 +168,10 @@ fn law_1_join_makes_the_stream_wait_and_not_the_host() {
             point.wait().unwrap();
             assert_eq!(order.load(Ordering::SeqCst), 2);
             assert!(!stream.is_failed());
-            // A refused operation is known at once, buffer and all.
+            // Joining a refused operation fails at once and gives the buffer back.
             let refused = comm.broadcast(vec![0u8; 3], 9).join(&stream).unwrap_err();
             assert_eq!(refused.buf, Some(vec![0u8; 3]));
-            // A value that is not waited for by anyone, and one awaited without a job.
+            // A joined value that nobody waits for, and one that is waited for without a job.
             drop(comm.all_reduce(vec![rank as i32; 10]).join(&stream).unwrap());
             let plain = comm.all_reduce(vec![rank as i32; 10]).join(&stream).unwrap();
             assert_eq!(plain.wait().unwrap(), vec![1; 10]);

@@ -1,6 +1,6 @@
-//! Every count and every length of time of the public interface, at its extremes: what can be is done, what cannot is an
-//! error. Nothing panics, nothing aborts, and nobody takes gigabytes to find out: the allocator of this test program has
-//! none to give.
+//! Every count and every duration of the public interface, at its extremes: what is possible is done, what is impossible is
+//! an error. Nothing panics or aborts, and nothing takes gigabytes to find that out: this test program's allocator refuses
+//! allocations of 1 GiB or more.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::io::Write;
@@ -21,16 +21,16 @@ use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
 
 use super::house::*;
 
-/// What one allocation may have at most here.
+/// Allocations of this many bytes or more are refused here.
 const ROOM: usize = 1 << 30;
 
-/// The system's memory, of which nothing as large as [`ROOM`] is given, as where memory is short.
+/// The system's allocator, which refuses [`ROOM`] bytes or more, as if memory were short.
 struct Short;
 
-/// The largest that was refused.
+/// Bytes of the largest allocation that was refused.
 static REFUSED: AtomicUsize = AtomicUsize::new(0);
 
-// SAFETY: all is the system's allocator's; a null pointer is what an allocator without memory returns.
+// SAFETY: each call goes to the system's allocator, or returns null, as an allocator without memory does, and changes nothing.
 unsafe impl GlobalAlloc for Short {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         // SAFETY: as the caller promises.
@@ -60,8 +60,8 @@ fn refuses(size: usize) -> bool {
 #[global_allocator]
 static MEMORY: Short = Short;
 
-/// A count that no program means: at the ends of what a `usize`, an `isize`, an address or memory can hold, for elements
-/// of some size.
+/// A count far too large for any program: at the limits of what a `usize`, an `isize`, an address or memory can hold, for
+/// elements of 1 to 8 bytes.
 fn too_many() -> impl Strategy<Value = usize> {
     let ends =
         [usize::MAX, usize::MAX / 2, isize::MAX as usize, 1 << 62, 1 << 61, 1 << 60, 1 << 48, 1 << 40, ROOM];
@@ -94,7 +94,7 @@ fn is_invalid(error: &Error) -> bool {
     matches!(error, Error::Invalid { .. })
 }
 
-/// It was refused as what it is, with the buffer.
+/// Checks that the call was refused as invalid and gave its buffer back; returns the error's text.
 #[track_caller]
 fn invalid<O, F>(work: Work<O, F>) -> String {
     let Err(Failed { buf, error }) = work.wait() else { panic!("it was not refused") };
@@ -103,7 +103,7 @@ fn invalid<O, F>(work: Work<O, F>) -> String {
     error.to_string()
 }
 
-/// Address space with zeroes, of which nobody has touched a page: as large as a buffer can be.
+/// A mapping of zeroes (32 TiB), of which no page is touched: so large that a buffer four times as large cannot be.
 #[derive(Debug)]
 struct Wide(*mut u8);
 
@@ -125,7 +125,7 @@ impl Drop for Wide {
     }
 }
 
-// SAFETY: it is the only owner of its mapping.
+// SAFETY: a `Wide` is the only owner of its mapping, which any thread may use.
 unsafe impl Send for Wide {}
 // SAFETY: the mapping is readable and writable, zeroed, aligned to pages, and does not move.
 unsafe impl HostMemory for Wide {
@@ -141,7 +141,7 @@ unsafe impl HostMemory for Wide {
     }
 }
 
-/// Every collective with a count of the caller's, from rank 1 of 2, and from rank 0, the root.
+/// Calls everything that takes a count or a rank with `count`, on rank 0, the root, or on rank 1 of two.
 fn counts_of<T: Element>(comms: &mut [Comm], count: usize) {
     let none = Vec::<T>::new;
     let one = || vec![T::default(); 1];
@@ -168,7 +168,7 @@ fn counts_of<T: Element>(comms: &mut [Comm], count: usize) {
     invalid(other.all_to_all_v(one(), &[0, 1], &[count, 1]));
     invalid(other.all_to_all_v(one(), &[count, 1], &[0, 1]));
     invalid(other.all_to_all_v_into(one(), one(), &[0, 1], &[count, 1]));
-    // Ranks.
+    // `count` as a rank.
     invalid(other.broadcast(one(), count));
     invalid(other.broadcast_into(one(), one(), count));
     invalid(other.reduce(one(), count));
@@ -195,7 +195,7 @@ fn counts_of<T: Element>(comms: &mut [Comm], count: usize) {
     assert!(other.batch([message]).wait().is_err());
 }
 
-/// Not all that is refused is refused before the system is asked for memory.
+/// Some calls ask for memory before they are refused: that the system does not give it is an error, too.
 #[test]
 fn memory_that_the_system_does_not_give_is_an_error() {
     let mut comms = Comm::local(2).unwrap();
@@ -279,7 +279,7 @@ proptest! {
         let all_reduce = |n, bytes, network: &Network| simulate(Kind::AllReduce, Algo::Ring, n, bytes, network);
         prop_assert!(all_reduce(count, 8, &network(Duration::ZERO)).is_err());
         prop_assert!(all_reduce(2, count.max(1 << 51), &network(Duration::ZERO)).is_err());
-        // So long that it has no end, or not: in either case an answer.
+        // A latency that is too long is an error, any other is simulated.
         let slow = all_reduce(3, 64, &network(time));
         prop_assert_eq!(slow.is_err(), time > Duration::from_secs(1 << 20), "{:?}", slow);
         let mut odd = network(time);
@@ -315,7 +315,7 @@ proptest! {
 #[test]
 fn results_larger_than_all_addresses_are_refused_and_the_input_comes_back() {
     let Some(first) = Wide::new() else {
-        // Past the test's own output, which is shown for failures only.
+        // Written past the test's captured output, which is shown for failures only.
         let why = format!("\nskipped: this system gives no {WIDE} bytes of address space\n");
         let _ = std::io::stderr().write_all(why.as_bytes());
         return;
@@ -337,7 +337,7 @@ fn results_larger_than_all_addresses_are_refused_and_the_input_comes_back() {
     threads(comms, |mut comm| works(&mut comm));
 }
 
-/// `timeout` and `heartbeat` of a rendezvous, on both of its ranks.
+/// Connects two ranks with this `timeout` and `heartbeat`, and closes them; how that ended on each.
 fn meet(timeout: Duration, heartbeat: Duration) -> Vec<Result<(), Error>> {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let at = listener.local_addr().unwrap().to_string();
@@ -374,8 +374,8 @@ fn ranks_meet_whatever_time_they_are_given_or_say_that_it_was_too_short() {
                 matches!(error, Error::Rendezvous { .. } | Error::PeerLost { .. } | Error::Refused { .. });
             assert!(fair, "{short:?}: {error}");
         }
-        // Where one rank has given up when both knew of each other, the other one may take the 10 seconds that connecting has then
-        // (`CONNECTING` in engine/group/mesh.rs), whatever its own time is.
+        // If one rank gives up after both have heard of each other, the other may still take the 10 seconds that connecting has
+        // (`CONNECTING` in engine/group/gather.rs), whatever its own timeout is.
         assert!(begun.elapsed() < 2 * SOON, "{short:?}");
     }
 }

@@ -7,7 +7,7 @@ use futures::executor::block_on;
 
 use super::house::*;
 
-/// It panics on one rank only: all ranks hear of the same function on the same rank, and get their buffers back.
+/// The function panics on one rank only: every rank's error names that function and that rank, and buffers come back.
 #[test]
 fn law_8_a_function_that_panics_is_an_error_on_every_rank() {
     quiet_panics();
@@ -32,7 +32,7 @@ fn law_8_a_function_that_panics_is_an_error_on_every_rank() {
                     Kind::Scan => call.scan(buf),
                     _ => call.reduce(buf, 2),
                 };
-                // A rank that needs nothing more of rank 2 may have finished: it hears of it then.
+                // The call of a rank that needs nothing more from rank 2 may succeed: it hears of the error afterwards.
                 let error = match work.wait() {
                     Err(failed) => {
                         assert_eq!(failed.buf.map(|b| b.len()), Some(len), "{link:?}: the buffer comes back");
@@ -57,7 +57,7 @@ fn law_8_a_function_that_panics_is_an_error_on_every_rank() {
     }
 }
 
-/// Affine maps, composed: any other order than that of ranks, and anything that is there twice, gives another map.
+/// The function composes affine maps: any order other than that of ranks, and any map applied twice, gives another result.
 #[test]
 fn functions_that_do_not_commute_are_applied_in_rank_order_by_every_algorithm_that_says_so() {
     const P: u64 = 4_294_967_291; // The largest prime below 2^32.
@@ -107,7 +107,7 @@ fn functions_that_do_not_commute_are_applied_in_rank_order_by_every_algorithm_th
     }
 }
 
-/// A slot that was taken for a result which a function then did not make is given back.
+/// A staging slot that was taken for a result is given back if the function that was to compute the result panics.
 #[test]
 fn a_function_that_panics_costs_no_staging_slot() {
     quiet_panics();

@@ -75,7 +75,7 @@ fn in_a_group_an_error_names_each_rank_twice() {
             let group = block_on(comm.subset(&[3, 2, 1])).unwrap();
             let Some(mut group) = group else { return block_on(comm.close()).unwrap() };
             if group.rank() == 1 {
-                // The error may be there before this has ended here.
+                // The error may come before this barrier has ended on this rank.
                 drop(group.barrier().wait());
                 return wait_until("the error to be heard", || group.check().is_err());
             }

@@ -16,7 +16,7 @@ use futures::executor::block_on;
 
 /// How long a test may take.
 pub(crate) const LIMIT: Duration = Duration::from_secs(120);
-/// How long what need not wait may take, on a busy machine.
+/// How long something that need not wait may take on a busy machine.
 pub(crate) const SOON: Duration = Duration::from_secs(10);
 
 /// Runs `test` on a thread of its own; fails when it does not end in time.
@@ -27,7 +27,7 @@ pub(crate) fn within<T: Send + 'static>(limit: Duration, test: impl FnOnce() -> 
     value.lock().unwrap().take().expect("the test has ended")
 }
 
-/// Without a type of the caller's, so that what starts a thread is compiled once.
+/// Not generic, so that the code that starts a thread is compiled only once.
 fn done_within(limit: Duration, test: Box<dyn FnOnce() + Send>) {
     let (tell, told) = channel();
     let runs = thread::spawn(move || {
@@ -88,7 +88,7 @@ where
     })
 }
 
-/// As [`done_within`], without a type of the caller's.
+/// Starts a thread; not generic, as [`done_within`].
 fn named(name: String, run: Box<dyn FnOnce() + Send>) -> thread::JoinHandle<()> {
     thread::Builder::new().name(name).spawn(run).unwrap()
 }
@@ -147,7 +147,7 @@ impl Drop for Watched {
     }
 }
 
-// SAFETY: a Vec's memory does not move with it and is owned by it alone; it stays until the drop of the whole.
+// SAFETY: the Vec alone owns its memory, which stays in place when the Vec moves, until the `Watched` is dropped.
 unsafe impl HostMemory for Watched {
     type Elem = f32;
     fn ptr(&self) -> *const f32 {
@@ -173,7 +173,7 @@ pub(crate) fn wait_until(what: &str, mut condition: impl FnMut() -> bool) {
     }
 }
 
-/// Nobody else writes to memory that has come back.
+/// Checks that nobody else writes to memory that has come back.
 pub(crate) fn stays(memory: &mut [f32]) {
     memory.fill(SPOILT);
     thread::sleep(Duration::from_millis(2));
@@ -185,7 +185,7 @@ pub(crate) fn total(n: usize) -> f32 {
     (n * (n + 1) / 2) as f32
 }
 
-/// The group works: to be called on all ranks.
+/// Checks that the group works; all ranks must call it.
 pub(crate) fn works(comm: &mut Comm) {
     let n = comm.size();
     let sum = comm.all_reduce(vec![comm_value(comm.rank()); 1000]).wait().unwrap();

@@ -71,7 +71,7 @@ fn messages_large_and_small_pass_in_both_directions() {
                 let mut expected = Vec::new();
                 for peer in (0..n).filter(|p| *p != rank) {
                     for i in 0..12u8 {
-                        // The length of a message from a to b, by what both know.
+                        // The length of message `i` from `a` to `b`, which both ranks compute from the seed.
                         let len = |a: usize, b: usize| {
                             let mut rng =
                                 Rng(seed ^ round << 32 ^ (a * 64 + b * 8) as u64 ^ u64::from(i) << 20);
@@ -112,11 +112,11 @@ fn messages_that_cannot_be_are_refused_and_empty_ones_arrive() {
                 text.contains("rank 9") && text.contains("group of 2") && text.contains("0..=1"),
                 "{text}"
             );
-            // Refusals take no number: what follows still matches.
+            // A refused call takes no number: the calls that follow still match.
             let sent = comm.send(Vec::<u64>::new(), peer);
             assert_eq!(comm.recv(Vec::<u64>::new(), peer).wait().unwrap(), Vec::<u64>::new());
             sent.wait().unwrap();
-            // A batch with a bad one in it gives the others back.
+            // The valid messages of a batch with an invalid one are carried out, and all buffers come back.
             let bad = comm
                 .batch([
                     Message::Send { buf: vec![4u8], to: peer, tag: 0 },
@@ -166,7 +166,7 @@ fn a_message_that_disagrees_is_named_with_what_else_is_pending() {
                 comm.send(vec![2u64; 3], 0).wait().unwrap();
                 comm.tag(7).send(vec![1f32; 5], 0).wait().unwrap();
                 comm.tag(9).send(vec![1f32; 8], 0).wait().unwrap();
-                // The error may be there before this has ended here.
+                // The error may come before this barrier has ended on this rank.
                 drop(comm.barrier().wait());
                 return wait_until("the error to be heard", || comm.check().is_err());
             }
@@ -226,8 +226,8 @@ fn a_sender_that_has_left_is_named_with_what_it_has_sent_instead() {
     }
 }
 
-/// The rank that waits for a message of the wrong tag is not the first whose time is over: the error says all the same why it has not
-/// come.
+/// Rank 0 waits for a message of the wrong tag, but rank 1 times out first, in a barrier: the error that all get still says in which
+/// receive rank 0 waits.
 #[test]
 fn a_rank_that_waits_for_a_message_is_named_so_where_another_waits_for_that_rank() {
     for link in LINKS {
@@ -272,7 +272,7 @@ fn a_message_that_is_not_received_is_named_with_what_is_awaited_instead() {
 #[test]
 fn close_reports_messages_that_nobody_received() {
     for link in LINKS {
-        // Eager ones, and one that waits to be asked for; where this rank calls no message itself, and where it does.
+        // An eager message, and one that waits for its receive; rank 0 receives no message, or another one first.
         for (len, talks) in [(8usize, false), (8, true), (100_000, false)] {
             let comms = within(LIMIT, move || world(2, link));
             threads(comms, move |mut comm| {
@@ -282,7 +282,7 @@ fn close_reports_messages_that_nobody_received() {
                         comm.send(vec![1u8; 2], 0).wait().unwrap();
                     }
                     comm.barrier().wait().unwrap();
-                    // Whether it hears of it before it has closed is not said; if it does, it hears the same.
+                    // This rank may hear of rank 0's error before it has closed, or not; if it does, it gets the same error.
                     let closed = block_on(comm.close());
                     drop(sent);
                     return if let Err(error) = closed {

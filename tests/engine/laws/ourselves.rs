@@ -39,7 +39,7 @@ fn a_batch_has_messages_to_this_rank_beside_those_to_others() {
             let (rank, peer) = (comm.rank(), 1 - comm.rank());
             let send = |to, tag, value: u8| Message::Send { buf: vec![value; 9000], to, tag };
             let recv = |from, tag| Message::Recv { buf: vec![0u8; 9000], from, tag };
-            // Halves of one tag in any order, two of one tag in their order, and tags apart.
+            // A tag's send may come before or after its receive; two pairs of one tag match in order; other tags are separate.
             let batch = [
                 recv(rank, 5),
                 send(rank, 4, 40),
@@ -80,7 +80,7 @@ fn a_half_alone_is_refused_says_what_to_do_and_leaves_nothing_behind() {
     let differ = comm.send_recv(vec![1u8; 4], 0, vec![1f32; 4], 0).wait().unwrap_err();
     told(&differ.error, ["4 x u8", "4 x f32", "itself"]);
     assert_eq!(differ.buf.unwrap(), (Some(vec![1; 4]), Some(vec![1.0; 4])));
-    // Of two sends one has its receive.
+    // Of the two sends of tag 2, one has its receive; the one of tag 1 has none.
     let send = |tag, value: u8| Message::Send { buf: vec![value], to: 0, tag };
     let failed = comm
         .batch([send(1, 1), send(2, 2), Message::Recv { buf: vec![0], from: 0, tag: 2 }, send(2, 3)])
@@ -108,7 +108,7 @@ fn a_message_to_this_rank_waits_for_what_it_is_to_follow() {
     assert!(poll_once(&mut works).is_pending());
     go.send(()).unwrap();
     assert_eq!(within(LIMIT, move || block_on(works)).unwrap().1, vec![9u8; 100]);
-    // Other work of the rank goes on beside a long one.
+    // Other operations of the rank go on beside a long message.
     let long = comm.send_recv(vec![1u8; 8 << 20], 0, vec![0u8; 8 << 20], 0);
     assert_eq!(comm.all_reduce(vec![3u8]).wait().unwrap(), [3]);
     assert!(long.wait().unwrap().1.iter().all(|byte| *byte == 1));
@@ -128,7 +128,7 @@ fn exchange_from_four_threads(comm: &allstream::SharedComm) {
         for id in 0..4usize {
             scope.spawn(move || {
                 for round in 0..200 {
-                    // Lengths differ by thread: a half of another would not fit.
+                    // Lengths differ by thread, so another thread's half would not fit.
                     let mine = vec![(id * 50 + round % 50) as u8; 100 + id];
                     let (_, got) = comm.send_recv(mine.clone(), 0, vec![0u8; 100 + id], 0).wait().unwrap();
                     assert_eq!(got, mine);

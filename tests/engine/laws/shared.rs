@@ -9,7 +9,7 @@ use futures::executor::block_on;
 
 use super::house::*;
 
-/// Four tasks on one handle, one after another in this order, each with a key of its own or with none: what each got.
+/// Four tasks submit on one handle in this `order`, each with its own key or none; returns what each got, by task.
 fn four_tasks(shared: &SharedComm, order: [u64; 4], with_key: bool) -> Vec<Result<f32, Error>> {
     let turns: Vec<_> = order
         .iter()
@@ -25,7 +25,7 @@ fn four_tasks(shared: &SharedComm, order: [u64; 4], with_key: bool) -> Vec<Resul
     got.into_iter().map(|(_, got)| got.map(|sum| sum[0]).map_err(Error::from)).collect()
 }
 
-/// Tasks of one rank submit in another order than those of the other: the calls look alike.
+/// The tasks of the two ranks submit in different orders; without keys, their calls look alike.
 fn in_two_orders(comm: &Comm, with_key: bool) -> Vec<Result<f32, Error>> {
     let order = if comm.rank() == 0 { [1, 2, 3, 4] } else { [2, 1, 4, 3] };
     four_tasks(&comm.share(), order, with_key)
@@ -45,7 +45,7 @@ fn tasks_whose_keys_differ_get_an_error_in_place_of_each_other_s_sums() {
             }
             assert_ne!(ours, theirs);
         });
-        // What it protects from.
+        // Without keys, tasks get each other's sums unnoticed.
         threads(within(LIMIT, move || world(2, link)), move |comm| {
             let got: Vec<f32> = in_two_orders(&comm, false).into_iter().map(Result::unwrap).collect();
             assert_eq!(got, [3.0, 3.0, 7.0, 7.0], "{link:?}: of two tasks each");
@@ -89,7 +89,7 @@ fn keys_are_compared_in_every_kind_of_call() {
         },
     ];
     for (i, call) in calls.into_iter().enumerate() {
-        // Keys of which no two are the same word.
+        // Pairs of keys that differ, some in one 32-bit half only.
         for keys in [[7, 8], [0, 7], [7, 7 + (1 << 32)], [1 << 32, 1 << 33]] {
             threads(within(LIMIT, || world(2, Link::Local)), move |mut comm| {
                 let key = keys[comm.rank()];
@@ -119,7 +119,7 @@ fn a_shared_handle_makes_groups_as_the_other_does() {
             works(mesh.axis("tp").unwrap());
             let wrong = block_on(shared.mesh([("dp", 3)])).unwrap_err().to_string();
             assert!(wrong.contains("this group has 4"), "{wrong}");
-            // A library's handle ends the communicator for all handles of the rank.
+            // Closing one handle closes the communicator for all handles of the rank.
             let library = dup.share();
             block_on(library.clone().close()).unwrap();
             assert!(matches!(library.barrier().wait().unwrap_err().error, Error::Closed { .. }));
@@ -139,7 +139,7 @@ fn tasks_that_make_groups_at_once_take_turns() {
             thread::spawn(move || {
                 begin.wait();
                 let mut made = block_on(comm.dup()).unwrap();
-                // All four look alike, so which of the other rank's it is does not matter.
+                // All four calls look alike, so it does not matter which of the other rank's calls this one matches.
                 works(&mut made);
             })
         };

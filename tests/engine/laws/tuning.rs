@@ -1,4 +1,4 @@
-//! A table of the tuner's: rank 0's is everyone's, and what is asked for goes before it.
+//! The tuner's table: all ranks choose by rank 0's, and what a call asks for takes precedence over it.
 
 use std::net::TcpListener;
 
@@ -38,7 +38,7 @@ fn world(choice: LinkChoice) -> Vec<Comm> {
     joins.into_iter().map(|j| j.join().unwrap()).collect()
 }
 
-/// What rank 0 chooses is `algo`: rank 1 names it. The algorithm is part of what ranks compare.
+/// An error unless rank 0 chooses `algo`: rank 1 names it, and ranks compare the algorithms of their calls.
 fn is_taken(choice: LinkChoice, algo: Algo, deterministic: bool) -> Result<(), Error> {
     let both = threads(world(choice), move |mut comm| {
         let named = comm.rank() == 1;
@@ -55,7 +55,7 @@ fn rank_0s_table_is_what_all_ranks_choose_by() {
     let sums = threads(world(LinkChoice::SHM), |mut comm| comm.all_reduce(vec![1.0f32; 16]).wait().unwrap());
     assert_eq!(sums, [[2.0; 16], [2.0; 16]]);
     is_taken(LinkChoice::SHM, Algo::Ring, false).unwrap();
-    // The rules would take one shot.
+    // Without a table, the rules would take one shot.
     let other = is_taken(LinkChoice::SHM, Algo::OneShot, false).unwrap_err();
     assert!(matches!(other, Error::Mismatch { .. }), "{other}");
 }
@@ -64,7 +64,7 @@ fn rank_0s_table_is_what_all_ranks_choose_by() {
 fn a_table_says_nothing_of_other_links_and_not_what_a_call_rules_out() {
     // Over TCP nothing was measured: the rules take one shot.
     is_taken(LinkChoice::TCP, Algo::OneShot, false).unwrap();
-    // The ring does not fold in rank order: the rules choose.
+    // The ring does not fold in rank order, as deterministic calls must: the rules choose.
     is_taken(LinkChoice::SHM, Algo::OneShot, true).unwrap();
 }
 

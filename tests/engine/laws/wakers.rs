@@ -1,4 +1,4 @@
-//! Wakers are somebody else's code: executors' whose wakers own tasks, which own operations.
+//! Wakers are other people's code: in some executors, wakers own tasks, and tasks own operations.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -9,7 +9,7 @@ use allstream::{Comm, Work};
 
 use super::house::*;
 
-/// A task that owns an operation, as those of executors do whose wakers own them.
+/// A task that owns an operation and is owned by its waker, as in some executors.
 #[allow(dead_code)] // It is there to be dropped.
 struct Task(Mutex<Option<Work<Vec<f32>>>>);
 
@@ -23,7 +23,7 @@ fn polled(first: &mut Work<Vec<f32>>, waker: &Waker) {
     }
 }
 
-/// What ends the operation whose waker owns another one of the same communicator; so many calls are then left to rank 1.
+/// Polls an operation with a waker that owns a second one of the same communicator, then calls `end`; rank 1 makes `left` calls after that.
 fn owned(left: usize, end: fn(Work<Vec<f32>>, &mut [Comm])) {
     within(SOON, move || {
         let mut comms = Comm::local(2).unwrap();
@@ -31,7 +31,7 @@ fn owned(left: usize, end: fn(Work<Vec<f32>>, &mut [Comm])) {
         let second = comms[0].all_reduce(vec![1f32; 4]);
         let waker = Waker::from(Arc::new(Task(Mutex::new(Some(second)))));
         polled(&mut first, &waker);
-        // From here on the table has the only one.
+        // From here on, only the table of operations holds the waker.
         drop(waker);
         end(first, &mut comms);
         for _ in 0..left {

@@ -9,11 +9,11 @@ fn gradients_are_rounded_and_what_rounding_takes_comes_in_the_next_step() {
     for link in LINKS {
         each(2, link, move |_, comm| {
             let shared = comm.share();
-            // One that is packed anyway, and one that is packed only to be compressed.
+            // A parameter that is packed anyway, one that is packed only to be compressed, and one of another type.
             let layout = [Param::of::<f32>(100), Param::of::<f32>(50_000), Param::of::<f64>(3)];
             let options = Options::default().compress(DType::BF16);
             let mut buckets = block_on(Buckets::<AnyBuf>::with(&shared, &layout, options)).unwrap();
-            // Between two numbers of bf16, a third of the way: each step gives one of the two, and their mean comes near.
+            // `exact` is between two bf16 numbers, at a third of the way: each step gives one of them, and their mean approaches it.
             let exact = 1.0 + 2f32.powi(-7) / 3.0;
             let mut sum = 0.0;
             for number in 1..=30 {
@@ -40,7 +40,7 @@ fn gradients_are_rounded_and_what_rounding_takes_comes_in_the_next_step() {
     }
 }
 
-/// Five ranks over TCP add small buckets two by two: sums on the way are stored in the type that is sent.
+/// Five ranks over TCP add small buckets two by two: partial sums are stored in the type that is sent, and must fit it.
 #[test]
 fn averages_do_not_overflow_in_what_is_sent() {
     each(5, "tcp", |_, comm| {
@@ -121,7 +121,7 @@ fn types_that_cannot_be_compressed_to_are_refused_on_all_ranks() {
 const PIXELS: usize = 64;
 const CLASSES: usize = 10;
 
-/// Images of digits, with what they show; every fifth is to test with.
+/// Images of digits, with their labels; every fifth is held out for testing.
 fn digits() -> Vec<([f32; PIXELS], usize)> {
     let lines = include_str!("../../../cli/data/digits.txt").lines();
     let rows = lines.filter_map(|line| line.split_once(' ').filter(|(label, _)| *label != "#"));

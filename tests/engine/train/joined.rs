@@ -11,7 +11,7 @@ use crate::support::each;
 
 use super::{LENS, LIMIT, LINKS, all_back, grad, invalid, layout, small_buckets, step};
 
-/// What all ranks get.
+/// The mean over `n` ranks, which all ranks get.
 fn mean(n: usize, i: usize, number: usize) -> Vec<f32> {
     let all: Vec<_> = (0..n).map(|rank| grad(rank, i, number)).collect();
     (0..LENS[i]).map(|k| all.iter().map(|grad| grad[k]).sum::<f32>() / n as f32).collect()
@@ -26,7 +26,7 @@ fn steps_that_are_joined_go_on_in_the_order_of_the_stream_and_the_caller_runs_ah
             let (open, gate) = channel::<()>();
             compute.launch(move || gate.recv_timeout(LIMIT).unwrap());
             let mut weights = Vec::new();
-            // The order of the second step is the one that the first has learnt; the third's is another.
+            // The second step has the order that was learnt in the first; the third step has another.
             for (number, order) in
                 [[0, 6, 1, 5, 2, 4, 3], [0, 6, 1, 5, 2, 4, 3], [6, 5, 4, 3, 2, 1, 0]].iter().enumerate()
             {
@@ -157,7 +157,7 @@ fn of_a_rank_that_is_lost_the_stream_hears_and_all_gradients_come_back() {
             assert!(matches!(failed.error, Error::PeerLost { rank: 2, .. }), "{link}: {}", failed.error);
             all_back(failed.buf, &[0, 1, 2, 3, 4, 5, 6]);
             assert!(compute.is_failed(), "what would use the gradients does not run");
-            // The next step hears of it, too.
+            // Calls of the next step fail with the same error.
             let pushed = buckets.push(0, grad(rank, 0, 2)).unwrap_err();
             assert_eq!(
                 (pushed.buf.map(|buf| buf.len()), pushed.error),

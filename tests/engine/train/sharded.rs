@@ -10,7 +10,7 @@ fn noise(rank: usize, i: usize, step: usize) -> Vec<f32> {
     (0..LENS[i]).map(|k| (seed + k as f32 * 0.37).sin()).collect()
 }
 
-/// Gradient descent with momentum, of these elements.
+/// One step of gradient descent with momentum on these elements.
 fn update(weights: &mut [f32], momentum: &mut [f32], grads: &[f32]) {
     for ((weight, momentum), grad) in weights.iter_mut().zip(momentum).zip(grads) {
         *momentum = 0.9 * *momentum + grad;
@@ -56,7 +56,7 @@ fn a_divided_optimizer_gives_the_bits_of_a_whole_one() {
     }
 }
 
-/// The gradients of a step, whole, and clipped to norm 2; and their norm.
+/// A step's gradients by buckets that are not sharded, clipped to norm 2, and their norm before that.
 fn clipped_whole(shared: &SharedComm, rank: usize, number: usize) -> (Vec<Vec<f32>>, f64) {
     let mut buckets = block_on(Buckets::with(shared, &layout(), small_buckets())).unwrap();
     let mut grads = step(&mut buckets, &[6, 5, 4, 3, 2, 1, 0], |i| noise(rank, i, number));
@@ -190,7 +190,7 @@ fn weights_that_do_not_fit_come_back_and_nothing_has_happened() {
     });
 }
 
-/// A gradient of 64 KB or more is not copied: an operation has it, and nothing of it is here.
+/// A gradient of 64 KB or more is not copied into a bucket: while it is reduced, the operation owns it.
 #[test]
 fn weights_are_not_gathered_while_an_operation_has_all_gradients() {
     each(2, "local", |rank, comm| {
