@@ -1,5 +1,5 @@
-//! All-reduce time by size, measured as peers' programs do: f32, sum, in place, back to back after one barrier; the
-//! median over rounds of the slowest rank's time.
+//! All-reduce time by size, measured as the programs in `benches/peers` do: f32, sum, in place, operations back to back
+//! after one barrier. A round counts as the slowest rank's time; the median and the minimum over rounds are printed.
 //!
 //! `cargo bench --bench all_reduce -- RANKS [LINK] [wait|await] [ALGO]` starts the ranks itself; `LINK` is shm, tcp,
 //! or threads (ranks of one process).
@@ -57,7 +57,7 @@ fn main() -> Res<ExitCode> {
         })?;
         return Ok(ExitCode::SUCCESS);
     }
-    // A port that is free now; ranks start at once, so that nobody takes it in between.
+    // This port is free now. The ranks start at once, so hardly anybody takes it before rank 0 does.
     let at = TcpListener::bind("127.0.0.1:0")?.local_addr()?;
     let token = format!("{:x}", std::process::id());
     let start = |rank: usize| -> std::io::Result<Child> {

@@ -1,10 +1,10 @@
-//! How long a communicator's small operations wait beside another one's large ones, on the same ranks.
+//! How long small operations of one communicator take while another communicator of the same ranks runs large ones.
 //!
-//! `cargo bench --bench beside -- [BYTES [OPERATIONS]]`: 2 ranks of this process broadcast so many bytes (1 GB, 5 times) on one
-//! communicator, a thread each, and reduce a number on another all the while, a thread each. A line for each rank:
-//! `beside BYTES rank RANK operations COUNT median MICROSECONDS p99 MICROSECONDS worst MICROSECONDS broadcasts SECONDS`. The rank
-//! drives one communicator at a time: the worst wait is about one pass of the other, where threads have cores of their own;
-//! else the system's scheduler adds its own.
+//! `cargo bench --bench beside -- [BYTES [OPERATIONS]]`: 2 ranks of this process broadcast BYTES bytes (default 1 GiB) OPERATIONS times
+//! (default 5) on one communicator. Meanwhile a second thread of each rank all-reduces one number at a time on another. A line for each rank:
+//! `beside BYTES rank RANK operations COUNT median MICROSECONDS p99 MICROSECONDS worst MICROSECONDS broadcasts SECONDS`. A rank
+//! drives one communicator at a time: if each thread has a core of its own, the worst time is about one pass of the other communicator;
+//! otherwise the system's scheduler adds to it.
 
 #![allow(missing_docs)]
 
@@ -36,7 +36,7 @@ fn main() -> Res<()> {
     Ok(())
 }
 
-/// A rank says by its number whether its broadcasts go on: both ranks reduce as often.
+/// Runs one rank. Each reduced number says whether the rank's broadcasts go on, so both ranks stop after the same reduction.
 fn rank(mut big: Comm, bytes: usize, operations: usize, start: &Barrier) -> Res<String> {
     let mut small = block_on(big.dup())?;
     let is_over = Arc::new(AtomicBool::new(false));

@@ -1,9 +1,8 @@
-//! What gradient buckets cost: against the same memory by one call, and how much of the communication is left exposed beside computing.
+//! What gradient buckets cost: beside one call on as much memory, and how much of their communication computing does not hide.
 //!
 //! `cargo bench --bench buckets -- [ROUNDS]`. Ranks are threads of this process (`local`), or processes of this host (`shm`), which it
-//! starts
-//! itself. Both sides of a ratio take turns, round by round; a time is that of the slowest rank, and what is printed the median over
-//! rounds.
+//! starts itself. The two sides of a ratio take turns, round by round. A time is that of the slowest rank, and each printed time is the
+//! median over rounds.
 
 #![allow(missing_docs)]
 
@@ -46,9 +45,9 @@ fn main() -> Res<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// The same in processes; whether all went well.
+/// Starts `n` ranks as processes, and waits for them. Returns whether all went well.
 fn processes(n: usize, args: &[String]) -> Res<bool> {
-    // A port that is free now; ranks start at once, so that nobody takes it in between.
+    // A port that is free now. The ranks start at once, so that hardly anybody takes it in between.
     let at = TcpListener::bind("127.0.0.1:0")?.local_addr()?;
     let start = |rank: usize| -> std::io::Result<Child> {
         Command::new(std::env::current_exe()?)
@@ -64,7 +63,7 @@ fn processes(n: usize, args: &[String]) -> Res<bool> {
     Ok(ended.collect::<Res<Vec<bool>>>()?.into_iter().all(|ok| ok))
 }
 
-/// The time of the slowest rank, in seconds, since all ranks were there.
+/// Calls `f` once all ranks are there. Returns its result, and the seconds that the slowest rank's call took.
 fn timed<T>(comm: &mut Comm, f: impl FnOnce() -> Res<T>) -> Res<(T, f64)> {
     comm.barrier().wait()?;
     let begun = Instant::now();
@@ -73,7 +72,7 @@ fn timed<T>(comm: &mut Comm, f: impl FnOnce() -> Res<T>) -> Res<(T, f64)> {
     Ok((result, comm.op(ReduceOp::Max).all_reduce(vec![mine]).wait()?[0]))
 }
 
-/// A step: pushes each gradient after computing for so long.
+/// One step: pushes each gradient after computing for this long. Returns the reduced gradients.
 fn step(buckets: &mut Buckets<Vec<f32>>, grads: Grads, computing: Duration) -> Res<Grads> {
     for (i, grad) in grads.into_iter().enumerate().rev() {
         compute(computing);
@@ -82,7 +81,7 @@ fn step(buckets: &mut Buckets<Vec<f32>>, grads: Grads, computing: Duration) -> R
     Ok(block_on(buckets.finish())?.collect())
 }
 
-/// Takes so long, and no processor.
+/// Stands for computing: takes this long, but sleeps, so that it needs no processor.
 fn compute(time: Duration) {
     if time > Duration::ZERO {
         std::thread::sleep(time);
@@ -94,7 +93,7 @@ fn median(mut times: Vec<f64>) -> f64 {
     times[times.len() / 2]
 }
 
-/// `count` gradients of `len` elements, zero: their sums are, however often they are reduced.
+/// Buckets for `count` gradients of `len` elements, and the gradients. These are zero, and stay so however often they are summed.
 fn model(comm: &mut Comm, (count, len): (usize, usize), options: Options) -> Res<(Buckets<Vec<f32>>, Grads)> {
     let mut buckets = block_on(Buckets::with(&comm.share(), &vec![Param::of::<f32>(len); count], options))?;
     let mut grads = vec![vec![0f32; len]; count];
@@ -112,7 +111,7 @@ fn measure(mut comm: Comm, link: &str, rounds: usize) -> Res<()> {
         }
     };
     let one = Options::default().first_bucket_bytes(usize::MAX).sum();
-    // Everything in one bucket, against the list of the same.
+    // All gradients in one bucket, against `all_reduce_list` of the same gradients.
     for shape in [(8, 1 << 19), (64, 1 << 15)] {
         let (mut buckets, mut grads) = model(&mut comm, shape, one)?;
         let mut list = grads.clone();
@@ -130,7 +129,7 @@ fn measure(mut comm: Comm, link: &str, rounds: usize) -> Res<()> {
         let what = format!("one bucket of {} x {} KB / all_reduce_list", shape.0, shape.1 * 4 / 1024);
         show(&what, a, b, a / b);
     }
-    // Small ones, packed, against their bytes by one call.
+    // Small gradients, which are packed into buckets, against one call on as many bytes.
     let shape = (100, 1024);
     let (mut buckets, mut grads) = model(&mut comm, shape, Options::default().sum())?;
     let mut whole = vec![0f32; shape.0 * shape.1];
@@ -154,7 +153,7 @@ fn measure(mut comm: Comm, link: &str, rounds: usize) -> Res<()> {
     Ok(())
 }
 
-/// The same gradients rounded to 16 bits, against as they are.
+/// Buckets that send their gradients rounded to 16 bits, against buckets that send them as they are.
 fn compressed(comm: &mut Comm, rounds: usize, show: &dyn Fn(&str, f64, f64, f64)) -> Res<()> {
     let one = Options::default().first_bucket_bytes(usize::MAX).sum();
     let (mut halves, mut grads) = model(comm, (8, 1 << 19), one.compress(DType::BF16))?;
@@ -173,7 +172,7 @@ fn compressed(comm: &mut Comm, rounds: usize, show: &dyn Fn(&str, f64, f64, f64)
     Ok(())
 }
 
-/// Communication that is left over beside computing that takes as long, in eight buckets; of communicating alone.
+/// Eight buckets beside computing that takes as long as they take alone: how much of that time computing does not hide.
 fn exposed(comm: &mut Comm, rounds: usize, mb: usize, show: &dyn Fn(&str, f64, f64, f64)) -> Res<()> {
     let each = Options::default().first_bucket_bytes(1).bucket_bytes(1).sum();
     let (mut buckets, mut grads) = model(comm, (8, mb << 18), each)?;

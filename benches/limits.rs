@@ -1,20 +1,21 @@
-//! What this machine can do at most: what `cargo xtask peers` holds our times against.
+//! The most that this machine can do: `cargo xtask peers` compares our times with these.
 //!
-//! - `cargo bench --bench limits -- memory RANKS BYTES,..`: the floor of an all_reduce in memory. As many threads as
-//!   cores read every rank's buffer once, add, and write every rank's buffer once, and wait for nobody in between.
-//! - `cargo bench --bench limits -- tcp RANKS BYTES,..`: what an all_reduce sends (each rank 2(n-1)/n of its buffer),
-//!   to the next rank of a ring over loopback TCP, while as much comes from the one before. A thread for each rank.
-//!   Several sizes of the sockets' buffers are tried; the best one's time counts.
-//! - `cargo bench --bench limits -- frames RANKS BYTES,..`: what calls of the system cost there. Each rank sends the next a
-//!   buffer in frames, at most so much ahead of what has come, and read in place or through a window of 192 KB
+//! - `cargo bench --bench limits -- memory RANKS BYTES,..`: the least time of an all_reduce in memory. Up to one thread per
+//!   core reads a part of every rank's buffer once, adds, writes the sum to all buffers, and waits for nobody in between.
+//! - `cargo bench --bench limits -- tcp RANKS BYTES,..`: each rank sends what an all_reduce sends, 2(n-1)/n of its buffer,
+//!   to the next rank of a ring over loopback TCP, while as much comes from the rank before. Each rank is a thread.
+//!   Several sizes of the sockets' buffers are tried, and the best time counts.
+//! - `cargo bench --bench limits -- frames RANKS BYTES,..`: what system calls cost over TCP. Each rank sends the next a
+//!   buffer in frames, at most AHEAD bytes more than it has received, and reads in place or through a window of 192 KB
 //!   (docs/adr/0021-whole-messages.md). A line for each way: `frames FRAME ahead AHEAD in_place|window BYTES MICROSECONDS`.
-//! - `cargo bench --bench limits -- slots 2 BYTES,..`: two threads hand each other so much through slots of 128 KB, by
-//!   ordinary stores and past the caches, and copy it straight from each other's buffer. A line for each way:
-//!   `slots SLOTS ordinary|streamed BYTES MICROSECONDS in IN out OUT`, of which so much was copying in and out (mean), and
-//!   `slots 0 straight ..`. docs/bench/profile.md says what it shows.
+//! - `cargo bench --bench limits -- slots 2 BYTES,..`: two threads give each other a buffer through slots of 128 KB, by
+//!   ordinary stores or by stores past the caches, or copy it straight from each other's memory. A line for each way:
+//!   `slots SLOTS ordinary|streamed BYTES MICROSECONDS in IN out OUT`, where IN and OUT are the mean times of copying in and
+//!   out, and `slots 0 straight ..`. docs/bench/profile.md says what the lines show.
 //!
-//! f32; two rounds that do not count; buffers filled, a barrier, then back to back; the slowest thread's time of each
-//! round, the median over rounds. A line for each size: `time all_reduce in_place RANKS BYTES MICROSECONDS`.
+//! Each round fills the buffers, passes a barrier, and then times operations back to back. The first two rounds do not
+//! count. The time is the slowest thread's in each round, and then the median over rounds. `memory` (f32) and `tcp` print a
+//! line for each size: `time all_reduce in_place RANKS BYTES MICROSECONDS`.
 
 #![allow(missing_docs)]
 
@@ -32,7 +33,7 @@ type Res<T> = Result<T, Box<dyn std::error::Error + Send + Sync>>;
 fn main() -> Res<()> {
     let args: Vec<String> = std::env::args().skip(1).filter(|a| a != "--bench").collect();
     let [what, ranks, sizes] = &args[..] else {
-        // No failure: a plain `cargo bench` runs every program.
+        // This is not an error: a plain `cargo bench` runs every program without arguments.
         eprintln!("limits memory|tcp|frames|slots RANKS BYTES,..");
         return Ok(());
     };
@@ -64,7 +65,7 @@ fn main() -> Res<()> {
     Ok(())
 }
 
-/// Operations a round, and rounds: those of `allstream perf`.
+/// The operations of a round, and the number of rounds, as `allstream perf` chooses them.
 fn rounds(bytes: usize) -> (usize, usize) {
     let iterations = (200_000_000 / (bytes + 20_000)).clamp(5, 2000);
     let group = if bytes <= 65_536 { 20 } else { 1 };
@@ -73,7 +74,7 @@ fn rounds(bytes: usize) -> (usize, usize) {
 
 const WARMUP: usize = 2;
 
-/// Of the times of each thread's rounds, in seconds.
+/// The median over rounds of the slowest thread's time, in seconds; `times` has the times of each thread's rounds.
 fn median_of_slowest(times: &[Vec<f64>]) -> f64 {
     let rounds = times.first().map_or(0, Vec::len);
     let slowest = |round: usize| times.iter().map(|mine| mine[round]).fold(0.0, f64::max);
@@ -103,7 +104,7 @@ impl MemoryLock {
     }
 }
 
-/// What a thread does before the clock, and what it does while it runs.
+/// What a thread does before the clock starts, and while the clock runs.
 trait Worker {
     fn fill(&mut self);
     fn once(&mut self) -> Res<()>;
@@ -111,7 +112,7 @@ trait Worker {
     fn is_right(&self, times: i32) -> bool;
 }
 
-/// All workers at once, and the seconds of an operation in each one's rounds.
+/// Runs all workers at once; returns for each the seconds that an operation took in each round.
 fn time<W: Worker + Send>(workers: Vec<W>, bytes: usize) -> Res<Vec<Vec<f64>>> {
     let (group, rounds) = rounds(bytes);
     let memory_lock = MemoryLock::new(workers.len());
@@ -148,7 +149,7 @@ fn lock<T>(part: &Mutex<T>) -> MutexGuard<'_, T> {
     part.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A thread of the floor: it fills the buffers of some ranks, and folds its part of all.
+/// A thread of `memory`: it fills the buffers of some ranks, and adds up its part of all buffers.
 struct Folder<'a, 'b> {
     ranks: &'a [Parts<'b>],
     index: usize,
@@ -156,12 +157,12 @@ struct Folder<'a, 'b> {
     memory_lock: &'a MemoryLock,
 }
 
-/// Elements that fit the nearest cache, for every rank.
+/// Elements that are added up at a time: so many of every rank should fit the nearest cache.
 const BLOCK: usize = 1024;
 
 impl Worker for Folder<'_, '_> {
     fn fill(&mut self) {
-        // As ranks do: each its own.
+        // One thread fills the whole buffer of a rank, as the rank itself would.
         for parts in self.ranks.iter().skip(self.index).step_by(self.threads) {
             parts.iter().for_each(|part| lock(part).fill(1.0));
         }
@@ -236,7 +237,7 @@ impl Ends {
 /// A rank of the exchange.
 struct Exchange {
     ends: Ends,
-    /// Bytes that go each way: more than the buffer has, where it goes round.
+    /// Bytes that go each way. If these are more than the buffer has, the buffer is used again from its start.
     amount: usize,
 }
 
@@ -257,7 +258,7 @@ impl Worker for Exchange {
 
     fn once(&mut self) -> Res<()> {
         let length = self.ends.sent.len();
-        // From this place on, not past the end of the buffer, nor of what is to be moved.
+        // What a call moves next: not past the end of the buffer, nor more than is left to move.
         let span = |done: usize| {
             let at = done % length;
             at..length.min(at + CALL).min(at + self.amount - done)
@@ -287,7 +288,7 @@ impl Worker for Exchange {
     }
 }
 
-/// Bytes that a call moved; none if it would have had to wait.
+/// Bytes that a call moved; 0 if the call would have had to wait.
 fn passed(result: std::io::Result<usize>) -> Res<usize> {
     match result {
         Ok(0) => Err("the other end has hung up".into()),
@@ -300,10 +301,10 @@ fn passed(result: std::io::Result<usize>) -> Res<usize> {
 /// A rank that sends in frames.
 struct Framed {
     ends: Ends,
-    /// What is read passes through this, if it is not empty.
+    /// What is read passes through this window, unless the window is empty.
     window: Vec<u8>,
     frame: usize,
-    /// So much may be sent before as much has come.
+    /// The most bytes that may be sent beyond the whole frames that have come.
     ahead: usize,
 }
 
@@ -360,7 +361,7 @@ fn frames(ranks: usize, bytes: usize) -> Res<()> {
     Ok(())
 }
 
-/// Each rank's ends.
+/// Connects the ranks to a ring; returns each rank's ends.
 fn ring(ranks: usize, bytes: usize) -> Res<Vec<Ends>> {
     let listener = TcpListener::bind("127.0.0.1:0")?;
     let at = listener.local_addr()?;
@@ -393,10 +394,10 @@ fn tcp(ranks: usize, bytes: usize, window: Option<usize>) -> Res<Vec<Vec<f64>>> 
     time(workers, bytes)
 }
 
-/// What a slot holds at most: as the engine's.
+/// The most bytes that a slot holds, as in the engine.
 const PIECE: usize = 128 << 10;
 
-/// A count on a line of its own.
+/// A count on a cache line of its own.
 #[derive(Default)]
 #[repr(align(128))]
 struct Count(AtomicUsize);
@@ -409,7 +410,7 @@ struct Handed {
     emptied: Count,
 }
 
-/// One of the two.
+/// One of the two threads.
 struct Hander<'a> {
     mine: &'a Handed,
     theirs: &'a Handed,
@@ -452,7 +453,7 @@ impl Worker for Hander<'_> {
                 let piece = &input[out * PIECE..input.len().min((out + 1) * PIECE)];
                 let mut slot = lock(&mine.slots[(first + out) % depth]);
                 if self.streamed {
-                    // SAFETY: a slot has room for a piece, and the two are apart.
+                    // SAFETY: a slot has room for a piece, and the two do not overlap.
                     unsafe {
                         allstream_kernels::copy_streaming(piece.as_ptr(), slot.as_mut_ptr(), piece.len())
                     };
@@ -481,7 +482,7 @@ impl Worker for Hander<'_> {
 
 fn slots(ranks: usize, bytes: usize) -> Res<()> {
     if ranks != 2 {
-        return Err(format!("{ranks} ranks: slots are between 2").into());
+        return Err(format!("{ranks} ranks: slots needs exactly 2").into());
     }
     let ways = [(2, false), (2, true), (4, false), (4, true), (32, false), (32, true), (0, false)];
     for (depth, streamed) in ways {

@@ -1,16 +1,16 @@
-# Network namespaces whose lines are shaped: for scripts that source it. Needs root, ip and tc, and nothing of the host's network.
-#   RATE=1gbit BURST=10kb GSO=8192           of each line, each way; GSO: the most bytes of a packet. Packets that outgrow
-#                                            the burst are cut up by tbf, which cost half the line here.
-#   CONGESTION=reno                          one that the host allows in namespaces. BBR paces unshaped lines.
+# Makes network namespaces whose lines are shaped, for scripts that source this file. Needs root, ip and tc; leaves the host's network alone.
+#   RATE=1gbit BURST=10kb GSO=8192           of each line, each way; GSO: the most bytes of a packet. tbf cuts up packets that
+#                                            are larger than the burst, which cost half of the rate here.
+#   CONGESTION=reno                          a congestion control that the host allows in namespaces. BBR would pace unshaped lines, too.
 rate=${RATE:-1gbit} burst=${BURST:-10kb} gso=${GSO:-8192} congestion=${CONGESTION:-reno}
 me=as$$ work=$(mktemp -d)
 
-# Removes the namespaces, and what runs in them, at the end of the script.
+# Kills what runs in the namespaces, and removes them, at the end of the script.
 cleanup() {
     set +e
     trap '' INT TERM
     for net in $(ip netns list | cut -d' ' -f1 | grep -E "^$me(sw|r[0-9]+)$"); do
-        # Only what was started here can be in there.
+        # Only processes that this script has started can be in there.
         kill $(ip netns pids "$net") 2>/dev/null
         ip netns del "$net"
     done
@@ -39,7 +39,7 @@ make_lines() {
     done
 }
 
-# shape add tbf | shape del: both ways, what a rank sends at its end, what it receives at the switch's.
+# shape add tbf | shape del: shapes the lines, or stops it; what a rank sends at the rank's end, what it receives at the switch's end.
 shape() {
     local r
     for r in $(seq 0 $((lines - 1))); do
@@ -48,7 +48,7 @@ shape() {
     done
 }
 
-# line PROGRAM: what a TCP connection between two of them can do, by `shaped line` of benches/shaped.rs.
+# line PROGRAM: what a TCP connection between the first two ranks can do, by `shaped line` of benches/shaped.rs.
 line() {
     timeout 60 ip netns exec "${me}r0" "$1" line listen 10.0.0.1:29700 &
     timeout 60 ip netns exec "${me}r1" "$1" line 10.0.0.1:29700
@@ -58,5 +58,5 @@ line() {
 # value NAME FILE: a number that `line` has printed.
 value() { sed -n "s/^.*$1=\([0-9.]*\).*/\1/p" "$2"; }
 
-# program KIND [FILE]: the path of the last program of this kind (bin, bench, example) that cargo's messages in a file tell of.
+# program KIND [FILE]: the path of the last program of this kind (bin, bench, example) in a file of cargo's messages.
 program() { sed -n "s/.*\"kind\":\[\"$1\"\].*\"executable\":\"\([^\"]*\)\".*/\1/p" "${2:-$work/build}" | tail -n 1; }

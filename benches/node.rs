@@ -1,7 +1,7 @@
-//! All-reduce among the devices of one process: all of them waited for by one thread (a [`Node`]), beside a thread for
-//! each ([`Comm::local`]). f32, sum, in place, back to back; the median over rounds.
+//! All-reduce among the devices of one process: one thread that waits for all devices (a [`Node`]), compared with a thread for
+//! each device ([`Comm::local`]). f32, sum, in place, back to back; the median over rounds.
 //!
-//! `cargo bench --bench node -- [DEVICES]`
+//! `cargo bench --bench node -- [DEVICES]` (default 2)
 
 #![allow(missing_docs)]
 
@@ -21,12 +21,12 @@ fn median(mut times: Vec<Duration>) -> f64 {
     times[times.len() / 2].as_secs_f64() * 1e6
 }
 
-/// Calls of a round.
+/// How many calls a round has.
 fn calls(bytes: usize) -> u32 {
     if bytes > 100_000 { 20 } else { 500 }
 }
 
-/// All devices by this thread; microseconds a call.
+/// This thread calls for all devices. Returns the microseconds of a call.
 fn one_thread(node: &mut Node, bytes: usize, asynchronous: bool) -> Result<f64, Error> {
     let mut bufs = vec![vec![0.0_f32; bytes / 4]; node.devices()];
     let mut times = Vec::new();
@@ -41,7 +41,7 @@ fn one_thread(node: &mut Node, bytes: usize, asynchronous: bool) -> Result<f64, 
     Ok(median(times))
 }
 
-/// A thread for each device; microseconds a call, on the first one's clock.
+/// Each device has a thread of its own. Returns the microseconds of a call, as the first thread timed it.
 fn a_thread_each(comms: &mut [Comm], bytes: usize) -> Res<f64> {
     let start = Barrier::new(comms.len());
     let run = |comm: &mut Comm| -> Result<f64, Error> {

@@ -1,4 +1,4 @@
-//! What every operation costs: its submission, and how long after its end a sleeping thread runs.
+//! What every operation costs: its submission, and the wake-up of a thread that sleeps until a message is there.
 //!
 //! `cargo bench --bench parts -- [NAMES]`
 
@@ -11,7 +11,7 @@ use allstream::Comm;
 use criterion::{Criterion, criterion_group, criterion_main};
 use futures::executor::block_on;
 
-/// An operation of a group of one, from the call to its buffer: nothing moves, so that this is what all others cost too.
+/// An operation of a group of one, from the call until its buffer is back. Nothing moves, so every other operation costs this too.
 fn submit(c: &mut Criterion) {
     let Ok(mut comms) = Comm::local(1) else { return };
     let Some(comm) = comms.first_mut() else { return };
@@ -25,14 +25,14 @@ fn submit(c: &mut Criterion) {
     assert_eq!(buf, Some(vec![1.0]), "all operations were good");
 }
 
-/// How long a message takes to a thread that sleeps in `.await`, since the call of its sender: the progress thread wakes, and wakes it.
+/// How long after the call of `send` a thread that sleeps in `.await` has the message: the progress thread wakes, and wakes that thread.
 fn wakeup(c: &mut Criterion) {
     let Ok(comms) = Comm::local(2) else { return };
     let Ok([mut receiver, mut sender]) = <[Comm; 2]>::try_from(comms) else { return };
     let (go, asked) = mpsc::channel::<Instant>();
     let sending = std::thread::spawn(move || {
         for base in asked {
-            // Until the other has nothing left to do but to sleep.
+            // Until the receiver has nothing left to do but to sleep.
             std::thread::sleep(Duration::from_millis(2));
             let now = base.elapsed().as_nanos() as u64;
             if sender.send(vec![now], 0).wait().is_err() {

@@ -1,7 +1,7 @@
-//! The programs of `benches/shaped.sh`: what a line can do, and what all_reduce takes on it.
+//! The programs of `benches/shaped.sh`: they measure what a line can do, and how long an all_reduce takes on it.
 //!
 //! - `shaped line listen ADDR`, then `shaped line ADDR`: latency and bandwidth of a TCP connection.
-//! - `shaped rank BYTES,.. ALGO,..`: joins from the environment; rank 0 prints what each algorithm took at each size.
+//! - `shaped rank BYTES,.. ALGO,..`: joins as the environment says; rank 0 prints how long each algorithm took at each size.
 
 #![allow(missing_docs)]
 
@@ -15,7 +15,7 @@ use allstream::{Algo, Comm, Kind, ReduceOp, Rendezvous};
 
 type Res<T> = Result<T, Box<dyn std::error::Error + Send + Sync>>;
 
-/// Bytes of a frame's header, which is what a hop costs at least.
+/// Bytes of a frame's header: no message is smaller.
 const SMALL: usize = 64;
 const LARGE: usize = 16 << 20;
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -26,7 +26,7 @@ fn main() -> Res<()> {
         ["line", "listen", at] => listen(at)?,
         ["line", at] => line(at)?,
         ["rank", bytes, algos] => rank(bytes, algos)?,
-        // No failure: a plain `cargo bench` runs every program.
+        // This is not an error: a plain `cargo bench` runs every program without arguments.
         _ => eprintln!(
             "shaped line listen ADDR | shaped line ADDR | shaped rank BYTES,.. ALGO,.. (see shaped.sh)"
         ),
@@ -34,7 +34,7 @@ fn main() -> Res<()> {
     Ok(())
 }
 
-/// The line's tasks: what is sent one way (bytes of a question), until the answer of [`SMALL`] is there.
+/// What is timed on the line: a name, the bytes of a question, and how often it is sent. Each answer has [`SMALL`] bytes.
 const TASKS: [(&str, usize, usize); 3] = [("small", SMALL, 2000), ("64K", 64 << 10, 200), ("16M", LARGE, 9)];
 
 fn listen(at: &str) -> Res<()> {
@@ -82,7 +82,7 @@ fn line(at: &str) -> Res<()> {
                 alpha = median / 2.0;
                 println!("line latency_us={:.2}", alpha * 1e6);
             }
-            // The answer takes a latency of its own; the question's is left in: that of the first byte.
+            // The latencies of the question's first byte and of the answer do not count. In 64K_us only the answer's is left out.
             LARGE => println!("line bandwidth={:.0}", bytes as f64 / (median - 2.0 * alpha)),
             _ => println!("line {name}_us={:.2}", (median - alpha) * 1e6),
         }
@@ -103,7 +103,7 @@ fn rank(bytes: &str, algos: &str) -> Res<()> {
     Ok(())
 }
 
-/// One operation at a time after a barrier, out of place, as the simulator takes it: the slowest rank's time.
+/// Times one operation at a time, out of place, after a barrier, as the simulator assumes; the slowest rank's time counts.
 fn measure(comm: &mut Comm, bytes: usize, algo: Algo) -> Res<()> {
     let n = comm.size();
     let times = (20_000_000 / bytes).clamp(7, 41);
@@ -121,7 +121,7 @@ fn measure(comm: &mut Comm, bytes: usize, algo: Algo) -> Res<()> {
             return Err(format!("rank {}: {wrong} by {algo} at {bytes} bytes, not {n}", comm.rank()).into());
         }
         let slowest = comm.op(ReduceOp::Max).all_reduce(vec![mine]).wait()?[0];
-        // Two to warm up: connections are opened by whoever first needs them.
+        // The first two rounds do not count: a connection is opened when a rank first needs it.
         if round >= 2 {
             took.push(slowest);
         }

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# All-reduce between network namespaces whose lines are shaped, beside what the simulator says. Writes Markdown.
-#   benches/shaped.sh [RANKS...]             default: 2 4 8. Needs root, ip and tc, and nothing of the host's network:
-#                                            the ranks' namespaces, and one that is the switch, go when it ends.
+# Times all-reduce between network namespaces whose lines are shaped, beside what the simulator predicts. Writes Markdown.
+#   benches/shaped.sh [RANKS...]             default: 2 4 8. Needs root, ip and tc; leaves the host's network alone: it makes
+#                                            a namespace for each rank and one for the switch, and removes them at its end.
 #   RATE, BURST, GSO, CONGESTION             of the lines: see lines.sh
 #   SIZES=65536,1048576 ALGOS=ring,direct    bytes of each rank
 set -euo pipefail

@@ -1,6 +1,6 @@
-//! From the death of a rank to the first all-reduce that its survivors have finished: they hear of it, shrink, and take a sum. Each
-//! time a world of processes is made, one of them, drawn at random, is killed in the middle of all-reduces of 1 MiB, and the last
-//! survivor's time counts.
+//! How long it takes from a rank's death until the survivors have finished an all-reduce: they hear of the death, shrink the
+//! communicator, and take a sum. Each round starts a new world of processes and kills a random one while all of them reduce 1 MiB
+//! again and again. The last survivor's time counts.
 //!
 //! `cargo bench --bench survive -- [ROUNDS]` (default 21)
 

@@ -13,7 +13,7 @@ fi
 ranks=${RANKS:-1} sizes=${SIZES:-8,4K,64K,1M,16M} reach=${REACH:-ssh -o BatchMode=yes}
 allstream=${ALLSTREAM:-$(cd "$(dirname "$0")/.." && pwd)/target/release/allstream}
 
-# Runs a command on a host; what failed stands in the report and ends nothing.
+# Runs a command on a host. If it fails, the report says so, and the script goes on.
 on() {
     local host=$1
     shift
@@ -21,7 +21,7 @@ on() {
     $reach "$host" "$@" 2>&1 || echo "(ended with $?)"
 }
 
-# The numbers of a host's RDMA cards that are not zero.
+# The hardware counters of a host's RDMA cards that are not zero.
 counters() {
     on "$1" 'grep -H -v "^0$" /sys/class/infiniband/*/ports/*/hw_counters/* 2>/dev/null || true'
 }
@@ -47,7 +47,7 @@ done
 printf '\n## Tables\n'
 before=$(for host in "$first" "$second"; do counters "$host"; done)
 for collective in all_reduce all_gather pingpong; do
-    # A message there and back is between two ranks.
+    # It runs between ranks 0 and 1, which are on one host unless each host has one rank.
     if [ "$collective" = pingpong ] && [ "$ranks" -ne 1 ]; then continue; fi
     for link in tcp rdma; do table "$link" "$collective"; done
 done

@@ -1,5 +1,5 @@
-//! What it costs that ranks compare their calls before NCCL is given one, and what it saves that a communicator of NCCL's is kept; with
-//! the NCCL and the CUDA driver for tests, so nothing here is a time of a GPU or of NCCL. Ranks are threads of this process.
+//! Measures how long ranks take to compare their calls before they hand one to NCCL, and how much time a pool of NCCL communicators saves.
+//! It uses the NCCL and the CUDA driver for tests, so nothing here is a time of a GPU or of NCCL. Ranks are threads of this process.
 //!
 //! `cargo bench --bench whole -- [RANKS ...]`
 
@@ -15,25 +15,25 @@ use futures::executor::block_on;
 use test_support::cuda;
 
 const ROUNDS: usize = 1000;
-/// Communicators that are made.
+/// Communicators that are made for each row of times.
 const MADE: usize = 100;
-/// Elements of a buffer: messages of so many go to NCCL.
+/// Elements of a buffer: enough for messages of this length to go to NCCL.
 const LEN: usize = 2048;
 
-/// Nanoseconds of the monotonic clock, as the NCCL for tests tells them.
+/// Nanoseconds of the monotonic clock, by which the NCCL for tests also tells its times.
 fn now() -> u64 {
     let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
     now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
 }
 
-/// Microseconds: the median, and the tenth and the ninetieth part.
+/// In microseconds: the median, and the 10th and 90th percentiles.
 fn shown(mut times: Vec<u64>) -> String {
     times.sort_unstable();
     let at = |part: usize| times[times.len() * part / 10] as f64 / 1e3;
     format!("{:.1} | {:.1} to {:.1}", at(5), at(1), at(9))
 }
 
-/// What one rank measures: by row, the times.
+/// What one rank measures: the name and the times of each row.
 type Rows = Vec<(&'static str, Vec<u64>)>;
 
 fn calls(comm: &mut Comm, start: &Barrier, stream: &DeviceStream) -> Result<Rows, Error> {
@@ -81,7 +81,7 @@ fn pool(comm: &mut Comm, start: &Barrier, device: &Device) -> Result<Rows, Error
             let begun = Instant::now();
             block_on(child.bind_nccl(device))?;
             let bound = begun.elapsed();
-            // The first is made in either case.
+            // The first round does not count: the pool is still empty, so even with a pool it makes a communicator.
             if round > 0 {
                 if is_kept {
                     rows[0].1.push(made.as_nanos() as u64);
@@ -133,7 +133,7 @@ fn main() {
         println!("| ranks | what | median, us | 10 % to 90 % |\n|---|---|---|---|");
         return ranks.into_iter().for_each(measure);
     }
-    // A driver is chosen once for a process, and so is NCCL.
+    // A process chooses its driver and its NCCL only once, from the environment, so a new process is started with these.
     let program = std::env::current_exe().expect("this program has a name");
     let variables = [
         (cuda::LIBRARY, cuda::library().as_os_str()),

@@ -6,8 +6,8 @@ use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 /// The output of one process.
 ///
-/// With a bar, lines go to stderr too, above the bar: through one stream they cannot run into
-/// each other. Without one, lines go to stdout.
+/// If bars are drawn, lines go to stderr as the bars do, above them: in one stream, lines and bars
+/// cannot run into each other. Otherwise lines go to stdout.
 #[derive(Debug)]
 pub(crate) struct Console {
     bars: MultiProgress,
@@ -35,7 +35,7 @@ impl Console {
         }
     }
 
-    /// A bar over this many steps; `finish_and_clear` takes it away.
+    /// A progress bar for this many steps; its `finish_and_clear` removes it.
     pub(crate) fn bar(&self, label: &'static str, steps: usize) -> ProgressBar {
         let template = "{msg} [{bar:40}] {pos}/{len} steps, {eta} left";
         let style = ProgressStyle::with_template(template)

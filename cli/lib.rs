@@ -46,15 +46,15 @@ enum Command {
     Tune(tune::TuneArgs),
     /// Ask a CUDA device how it does what allstream relies on: a probe for each question
     Doctor(doctor::DoctorArgs),
-    /// What this build can use on this host
+    /// Show what this build can use on this host
     Info {
-        /// Instead: the table by which algorithms are chosen, with predicted and measured times
+        /// Show instead the table by which algorithms are chosen, with predicted and measured times
         #[arg(long)]
         tuning: bool,
     },
 }
 
-/// The code with which this command ends: 0 where all went well.
+/// The exit code of this command: 0 if all went well.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Exit(pub u8);
 
@@ -85,13 +85,13 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>) -> Exit {
     main_as(Vec::new(), arguments)
 }
 
-/// As [`main`], inside an interpreter. `words` are the interpreter and a script, by absolute paths. With arguments behind them they have to
+/// As [`main`], inside an interpreter. `words` are the interpreter and a script, by absolute paths. Followed by arguments, they must
 /// start this command again, in any directory and without any variable of the environment.
 pub fn main_as(words: Vec<OsString>, arguments: impl IntoIterator<Item = OsString>) -> Exit {
     own::was_started(words, arguments.into_iter().collect());
     let cli = Cli::parse_from(["allstream".into()].into_iter().chain(own::arguments()));
     let filter = EnvFilter::try_from_env("ALLSTREAM_LOG").unwrap_or_else(|_| EnvFilter::new("warn"));
-    // Somebody who calls this as a library may have said already where events go.
+    // A program that calls this library may have chosen already where events go: then this fails.
     let _ = tracing_subscriber::fmt().with_env_filter(filter).with_writer(io::stderr).try_init();
     let result = match cli.command {
         Command::Demo(args) => demo::run(args),
@@ -109,12 +109,12 @@ pub fn main_as(words: Vec<OsString>, arguments: impl IntoIterator<Item = OsStrin
         let _ = writeln!(io::stderr(), "allstream: {error}");
         Exit::FAILURE
     });
-    // At the end of an interpreter nobody else flushes Rust's stdout.
+    // When an interpreter ends, nobody else flushes Rust's stdout.
     let _ = io::stdout().flush();
     exit
 }
 
-/// The driver, and the devices that it has.
+/// What `info` says of CUDA: the driver and its devices, or why there are none.
 fn cuda() -> String {
     use allstream::cuda::{Device, device_count, driver};
     let found = || {
@@ -133,7 +133,7 @@ fn cuda() -> String {
     found().unwrap_or_else(|error: allstream::Error| format!("no: {error}"))
 }
 
-/// The version of NCCL, and the file.
+/// What `info` says of NCCL: its version and its file, or why it cannot be used.
 fn nccl() -> String {
     match allstream::cuda::nccl() {
         Ok(nccl) => format!("yes: NCCL {} by {}", nccl.version, nccl.file),
@@ -141,7 +141,7 @@ fn nccl() -> String {
     }
 }
 
-/// What of this host's network cards can carry links to other hosts, what not and why, and when it is used: a line each.
+/// What `info` says of RDMA, in lines: the ports that can carry links to other hosts, those that cannot and why, and when RDMA is used.
 fn rdma() -> Vec<String> {
     let used = "used between hosts if all have it and a test message arrives, else TCP with a warning; ALLSTREAM_LINK=rdma or tcp forces one";
     let found = match allstream::rdma::find() {

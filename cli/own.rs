@@ -1,5 +1,5 @@
-//! How this command starts itself again: the ranks of the demo and of `perf`, a host's agent, the launcher's guard and the doctor's probes are
-//! processes of this very command, with other arguments.
+//! How this command starts itself again: the ranks of `demo`, `perf` and `tune`, a host's agent, the launcher's guard and the doctor's probes
+//! are processes of this very command, with other arguments.
 //!
 //! The command runs either as the program `allstream` or inside a Python interpreter. *Words* are what a shell would call it by, without its
 //! arguments: the program's path, or an interpreter and a script.
@@ -43,14 +43,14 @@ pub(crate) fn words() -> io::Result<Vec<OsString>> {
     }
 }
 
-/// How to start this command with these arguments: the program (the command's own, or the interpreter), and all arguments of that.
+/// How to start this command with these arguments: returns the program (this command's own, or the interpreter) and all its arguments.
 pub(crate) fn program(arguments: Vec<OsString>) -> io::Result<(PathBuf, Vec<OsString>)> {
     let mut words = words()?.into_iter();
     let program = words.next().unwrap_or_default();
     Ok((program.into(), words.chain(arguments).collect()))
 }
 
-/// Starts this command; the caller adds the arguments.
+/// A [`Command`] that starts this command; the caller adds the arguments.
 pub(crate) fn command() -> io::Result<Command> {
     let (program, arguments) = program(Vec::new())?;
     let mut command = Command::new(program);
@@ -58,8 +58,8 @@ pub(crate) fn command() -> io::Result<Command> {
     Ok(command)
 }
 
-/// As [`command`]. If this command is a program of its own, it is the very program that runs now, even if another one has been installed at
-/// its path meanwhile.
+/// As [`command`], but if this command is a program of its own, the very program that runs now is started, even if another one has been
+/// installed at its path meanwhile.
 pub(crate) fn command_that_runs() -> io::Result<Command> {
     if interpreter().is_some() {
         return command();

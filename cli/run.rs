@@ -14,53 +14,53 @@ use crate::launch::{self, Job, OnFailure, Policy, agent, guard};
 use crate::{Exit, own};
 
 const SSH_VARIABLE: &str = "ALLSTREAM_SSH";
-/// A host that does not answer for 15 seconds (three times ssh's interval) is lost: without that, nobody would hear of it.
+/// With this interval ssh ends if the host has not answered for 15 seconds (three intervals). By default ssh may not notice for hours.
 const SSH: &str = "ssh -o BatchMode=yes -o ServerAliveInterval=5";
 
 const AFTER: &str = "\
-Exit code: of ranks that ended by themselves, the first that is not 0 (the worst, with --on-failure keep); if there is none, 128 + the \
-signal that killed the first rank; 128 + the signal, if one ended the job.
+Exit code: 128 + the signal, if a signal to the launcher ended the job. Otherwise the first code other than 0 with which a rank exited by \
+itself (with --on-failure keep, the greatest code, even if that is 0); if no rank did, 128 + the signal that was the first to kill a rank.
 
-Signals: SIGINT, SIGTERM, SIGUSR1, SIGUSR2, SIGCONT and SIGWINCH are handed to all ranks on all hosts; Ctrl-Z stops them with the launcher. \
-After SIGINT or SIGTERM ranks have the time of --kill-after; a second one kills at once.
+Signals: SIGINT, SIGTERM, SIGCONT and SIGWINCH are handed to all ranks on all hosts, SIGUSR1 and SIGUSR2 to those that handle them; Ctrl-Z \
+stops the ranks with the launcher. After SIGINT or SIGTERM ranks have the time of --kill-after to end; a second such signal kills at once.
 
-Several hosts: ssh must reach them without a password, and they need the program and this very version of allstream, at \
-the same path as here or where --remote-bin says. Variables whose names begin with ALLSTREAM_ are passed on; others \
-with --env. The job's secret goes through ssh's stdin, so that no list of processes shows it. This host (`localhost`, \
-127.0.0.1, its own name) needs no ssh. When the launcher ends, however it ends, the ranks on all hosts do.";
+Several hosts: ssh must reach them without a password. They need the program at the same path as here, and this very version of \
+allstream at the same path or where --remote-bin says. Variables whose names begin with ALLSTREAM_ are passed on; others \
+by --env. The job's secret goes through ssh's stdin, so that no list of processes shows it. This host (`localhost`, \
+127.0.0.1, its own name) needs no ssh. When the launcher ends, however it ends, the ranks on all hosts end, too.";
 
 /// Options of `allstream run`.
 #[derive(Debug, clap::Args)]
 #[command(after_help = AFTER)]
 pub(crate) struct RunArgs {
-    /// Number of ranks: processes on this host, or on all hosts (default there: every slot)
+    /// Number of ranks, each a process: on this host, or on all hosts together (default there: one for each slot)
     #[arg(short = 'n', long, aliases = ["np", "nproc-per-node", "nproc_per_node"], value_name = "N", required_unless_present_any = ["hosts", "host_file", "agent", "guard"])]
     ranks: Option<NonZeroUsize>,
     /// Hosts, and how many ranks each takes: node1:4,node2:4,user@node3
     #[arg(long, value_name = "HOST:SLOTS,...", conflicts_with = "host_file")]
     hosts: Option<String>,
-    /// A file with them, in mpirun's format: a host a line, `node1 slots=4`
+    /// A file that lists hosts and slots in mpirun's format, one host on each line: `node1 slots=4`
     #[arg(long, value_name = "FILE")]
     host_file: Option<PathBuf>,
-    /// What runs a command on another host; words, without quotes (default: what ALLSTREAM_SSH says, or else
-    /// `ssh -o BatchMode=yes -o ServerAliveInterval=5`)
-    // The variable is read where it is needed: clap takes one for an option that was given, and agents, which take no
-    // options, inherit it.
+    /// The command that runs a command on another host; split at spaces, without quotes (default: what ALLSTREAM_SSH says, or
+    /// else `ssh -o BatchMode=yes -o ServerAliveInterval=5`)
+    // Not clap's `env`, which would count the variable as a given option: agents inherit it, and `--agent` allows no other
+    // option.
     #[arg(long, value_name = "COMMAND")]
     ssh: Option<String>,
-    /// This command's path on the other hosts, if not the same as here
+    /// The path of `allstream` on the other hosts, if not the same as here
     #[arg(long, value_name = "PATH")]
     remote_bin: Option<PathBuf>,
-    /// The directory in which ranks start on all hosts, if not the one here
+    /// The directory in which ranks start on all hosts, if not the launcher's
     #[arg(long, value_name = "DIR")]
     dir: Option<PathBuf>,
-    /// Rank 0's host as all hosts call it, if not the first host's name
+    /// The name or address by which all hosts reach rank 0's host, if not the first host's name
     #[arg(long, value_name = "ADDRESS")]
     master_addr: Option<String>,
     /// Rank 0's port on its host; 0 takes a free one
     #[arg(long, default_value_t = 0, value_name = "PORT")]
     port: u16,
-    /// Be the launcher's agent on one of the hosts, as it says on stdin
+    /// Be the launcher's agent on one of the hosts; the launcher's order comes on stdin
     #[arg(long, hide = true, exclusive = true)]
     agent: bool,
     /// Be the launcher's guard, which kills what is left of the job if the launcher is killed
@@ -69,33 +69,33 @@ pub(crate) struct RunArgs {
     /// Let the ranks write to the terminal themselves, instead of relaying their lines as `[rank] line`
     #[arg(long)]
     no_prefix: bool,
-    /// Which ranks have what comes to stdin here: `0` (so that `breakpoint()` and `input()` work there), `all` (each has a copy), or
-    /// `none`. The others find its end at once
+    /// Which ranks read what comes to stdin here: `0` (so that `breakpoint()` and `input()` work in rank 0), `all` (each reads a copy), or
+    /// `none`. The other ranks find the end of their stdin at once
     #[arg(long, value_enum, default_value = "0", value_name = "RANKS")]
     stdin: Stdin,
-    /// Also write what each rank writes to a file of its own, DIR/rank-N.log, on the rank's host
+    /// Also copy the output of each rank to a file of its own, DIR/rank-N.log, on the rank's host
     #[arg(long, value_name = "DIR", conflicts_with = "no_prefix")]
     log_dir: Option<PathBuf>,
-    /// What each rank is bound to, of its host's cores. `core` suits programs whose ranks compute on one thread and do not
-    /// outnumber the cores; without it, threads of a rank's own may run on any core
+    /// To which cores of its host each rank is bound. `core` suits programs whose ranks compute on one thread and do not
+    /// outnumber the cores; with `none`, all threads of a rank may run on any core
     #[arg(long, value_enum, default_value_t, value_name = "WHAT")]
     bind_to: Bind,
     /// What is done with the other ranks when one has failed. `stop`: after the grace they get SIGTERM, and after --kill-after SIGKILL.
-    /// `keep`: they work on, for programs that shrink
+    /// `keep`: they work on, for programs whose survivors shrink the communicator
     #[arg(long, value_enum, default_value = "stop", value_name = "WHAT")]
     on_failure: OnFailure,
-    /// How long ranks may go on, before they are stopped, to report what they saw
+    /// How long the other ranks may run on after a failure, to report what they saw, before they are stopped
     #[arg(long, default_value = "3s", value_name = "TIME", value_parser = humantime::parse_duration)]
     grace: Duration,
-    /// How long ranks may take to end once they were told to, before SIGKILL: to write a checkpoint, say. A second Ctrl-C or SIGTERM
+    /// How long ranks that were told to end may take, to write a checkpoint, say, before they get SIGKILL. A second Ctrl-C or SIGTERM
     /// kills at once
     #[arg(long, default_value = "30s", value_name = "TIME", value_parser = humantime::parse_duration)]
     kill_after: Duration,
-    /// With `--on-failure keep`, stop the ranks when fewer than these have not failed. Of several hosts, one counts with all of its
-    /// ranks, once its last has ended
+    /// With `--on-failure keep`, stop the ranks when fewer than M have not failed. On several hosts, all ranks of a failed
+    /// host count as failed, once its last rank has ended
     #[arg(long, default_value = "1", value_name = "M")]
     min_ranks: NonZeroUsize,
-    /// Start the job anew when it has failed, up to so many times: the same ranks; ALLSTREAM_RESTART tells them how often that was
+    /// Start the job anew, with as many ranks, when it has failed, up to N times; ALLSTREAM_RESTART tells the ranks how often that was
     #[arg(long, default_value_t = 0, value_name = "N")]
     restarts: u32,
     /// Set a variable for every rank; may be given several times
@@ -124,7 +124,7 @@ pub(crate) fn run(args: RunArgs) -> io::Result<Exit> {
     let mut command = args.command.into_iter();
     let mut job = Job {
         ranks: ranks.unwrap_or(1),
-        // Required, so there is one; an empty path is reported as not found.
+        // Clap requires a program here; should there be none, the empty path is reported as not found.
         program: command.next().map(PathBuf::from).unwrap_or_default(),
         args: command.collect(),
         prefix: !args.no_prefix,
@@ -169,7 +169,7 @@ pub(crate) fn run(args: RunArgs) -> io::Result<Exit> {
     remote::run(job, Hosts { placed, ssh, remote, dir, address: args.master_addr, port: args.port })
 }
 
-/// What runs a command on another host where no option says it. An empty variable counts as not set.
+/// The command that runs a command on another host, if `--ssh` is not given. An empty variable counts as not set.
 fn ssh_by_default(variable: Option<OsString>) -> Result<String, String> {
     match variable.filter(|text| !text.is_empty()) {
         None => Ok(SSH.into()),
@@ -193,7 +193,7 @@ fn hosts(args: &RunArgs) -> io::Result<Option<Vec<Host>>> {
     hosts::file(&text).map(Some).map_err(|problem| invalid(format!("the host file {shown}: {problem}")))
 }
 
-/// Names that the launcher sets for each rank.
+/// Variables that the launcher sets, or takes away, for each rank.
 const OURS: [&str; 9] = [
     launch::RESTART,
     "RANK",

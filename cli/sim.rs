@@ -1,4 +1,4 @@
-//! `allstream sim`: what each algorithm would take on a network that is not here.
+//! `allstream sim`: how long each algorithm would take on a network that is not here.
 
 use crate::Exit;
 use std::io::{self, Write};
@@ -21,7 +21,7 @@ pub(crate) struct SimArgs {
     #[arg(short = 'n', long, value_name = "N")]
     ranks: usize,
     /// Bytes of each rank's buffer, as nccl-tests counts them (K, M, G are powers of 1024); for collectives of
-    /// several blocks, of all of them
+    /// several blocks, the bytes of all blocks together
     #[arg(short = 'b', long, value_name = "SIZE", value_parser = size)]
     bytes: u64,
     /// Latency from rank to rank, such as 5us
@@ -30,13 +30,13 @@ pub(crate) struct SimArgs {
     /// Bandwidth of each rank's port, each way, such as 25GB/s (powers of 1000)
     #[arg(long, default_value = "25GB/s", value_parser = rate)]
     beta: f64,
-    /// Bandwidth at which a rank combines and copies; without it, that takes no time
+    /// Bandwidth at which a rank combines and copies; without it, this work takes no time
     #[arg(long, value_name = "RATE", value_parser = rate)]
     memory: Option<f64>,
-    /// A rank that is so many times as slow, such as 3:2.5
+    /// A slow rank, and how many times as long it takes for everything, such as 3:2.5
     #[arg(long, value_name = "RANK:FACTOR", value_parser = straggler)]
     straggler: Option<(usize, f64)>,
-    /// The part of frames that are lost and sent again
+    /// The fraction of frames that are lost and sent again, such as 0.01
     #[arg(long, default_value_t = 0.0)]
     loss: f64,
     /// How long it takes until a lost frame is sent again
@@ -51,7 +51,7 @@ pub(crate) struct SimArgs {
     /// Only these algorithms; may be given several times
     #[arg(long)]
     algo: Vec<Algo>,
-    /// A line of JSON for each algorithm instead of the table
+    /// Print a line of JSON for each algorithm instead of the table
     #[arg(long)]
     json: bool,
 }
@@ -68,7 +68,7 @@ struct Row {
     ranks: usize,
     bytes: u64,
     seconds: f64,
-    /// Bytes over time, and that in terms of the ports.
+    /// Bytes a second, and `busbw`: the same times nccl-tests' factor, for comparison with a port's bandwidth.
     algbw: f64,
     busbw: f64,
     frames: u64,

@@ -21,9 +21,9 @@ mod render;
 mod running;
 mod times;
 
-/// A larger file is refused: the recorder keeps a bounded number of operations, so it is not one of ours.
+/// A larger file is refused: a recorder keeps a bounded number of operations, so no recorder wrote that file.
 const LARGEST_FILE: u64 = 64 << 20;
-/// The version of the format that this reads.
+/// The version of the format that this command reads.
 const VERSION: u32 = 1;
 
 /// Options of `allstream trace`.
@@ -32,19 +32,19 @@ pub(crate) struct TraceArgs {
     /// Files that the ranks' flight recorders wrote, or directories of them (every *.json there)
     #[arg(required_unless_present = "pid", value_name = "PATH")]
     paths: Vec<PathBuf>,
-    /// Ask a running process, and all that it started, for what their recorders hold: the launcher's process for all ranks, as one rank's
-    /// tells of itself alone. They are not stopped
+    /// Ask a running process, and all that it started, for what their recorders hold. The launcher's process gives all ranks of this host; a
+    /// rank's process gives that rank alone. No process is stopped
     #[arg(long, value_name = "PID", conflicts_with = "paths")]
     pid: Option<u32>,
-    /// Say of each operation who called it last and by how much, how long it took from then on, and what the tuner's table
-    /// (that of `allstream tune`, or the file that ALLSTREAM_TUNING names) would expect
+    /// Say for each kind of call who called last and by how much, how long the operation took from then on, and how long it should
+    /// take by the tuner's table (that of `allstream tune`, or the file that ALLSTREAM_TUNING names)
     #[arg(long)]
     times: bool,
-    /// Say of each step of a training loop with gradient buckets how long it computed, and how much of what the buckets took was exposed
+    /// Say for each step of a training loop with gradient buckets how long it computed, and how long it then waited for the buckets (exposed)
     #[arg(long)]
     overlap: bool,
-    /// Print a trace for <https://ui.perfetto.dev> in place of all else: a row for the operations, the messages and the steps of each
-    /// communicator on each rank
+    /// Print only a trace for <https://ui.perfetto.dev>, in which each communicator on each rank has rows for its operations, its messages
+    /// and its steps
     #[arg(long, conflicts_with_all = ["times", "overlap", "json"])]
     perfetto: bool,
     /// Print the result as JSON
@@ -62,13 +62,13 @@ struct Recording {
     pid: u32,
     #[serde(default)]
     host: String,
-    /// The host of each rank, numbered.
+    /// The number of each rank's host.
     #[serde(default)]
     hosts: Vec<u32>,
     /// Cores that the process may run on; 0 where that is not known.
     #[serde(default)]
     cores: usize,
-    /// Where its host's clock is beside rank 0's, if that is another host.
+    /// How its host's clock differs from that of rank 0's host, if that is another host.
     #[serde(default)]
     clock: Option<Clock>,
     written_at_unix_ms: f64,
@@ -76,7 +76,7 @@ struct Recording {
     comms: Vec<CommRecord>,
 }
 
-/// What is to be added to times of a host to have rank 0's, how wrong that may be, and when it was found.
+/// The offset to add to a host's times for times by rank 0's clock, the offset's possible error, and when it was found (by the host's clock).
 #[derive(Clone, Debug, Deserialize)]
 struct Clock {
     offset_us: f64,
@@ -91,9 +91,9 @@ struct CommRecord {
     name: String,
     /// Rank in the communicator.
     rank: usize,
-    /// The world's rank of each member.
+    /// Each member's rank in the world.
     members: Vec<usize>,
-    /// The class of its farthest link.
+    /// The class of the farthest link between members.
     #[serde(default)]
     link: String,
     poisoned: Option<String>,
@@ -104,7 +104,8 @@ struct CommRecord {
     steps: Vec<Step>,
 }
 
-/// A step of a training loop, whose gradients these operations reduced. Microseconds since 1970.
+/// A step of a training loop: its gradients were reduced by `operations` operations, from number `first_operation` on. Times are microseconds
+/// since 1970.
 #[derive(Clone, Debug, Deserialize)]
 struct Step {
     number: u64,
@@ -119,7 +120,7 @@ struct Step {
 #[derive(Clone, Debug, Deserialize)]
 struct Message {
     direction: String,
-    /// Ranks of the communicator.
+    /// A rank of the communicator.
     peer: usize,
     tag: u32,
     call: String,
@@ -135,7 +136,7 @@ struct Operation {
     collective: Option<String>,
     #[serde(default)]
     algo: Option<String>,
-    /// Of a rank's largest buffer.
+    /// The bytes of a rank's largest buffer.
     #[serde(default)]
     bytes: u64,
     state: State,
@@ -163,7 +164,7 @@ impl Operation {
         matches!(self.state, State::Queued | State::Running)
     }
 
-    /// Numbered by itself, for each peer and tag, not along with the collectives.
+    /// Whether this is a message: messages are not numbered along with the collectives, but for each peer and tag.
     fn point_to_point(&self) -> bool {
         ["message", "send", "recv"].contains(&self.call.split('(').next().unwrap_or_default().trim())
     }
@@ -179,15 +180,15 @@ struct Report {
 struct WorldReport {
     world: String,
     size: usize,
-    /// Ranks with a file.
+    /// Ranks that have a file.
     ranks: Vec<usize>,
-    /// Ranks without.
+    /// Ranks that have none.
     missing: Vec<usize>,
     causes: BTreeMap<usize, String>,
     communicators: Vec<CommReport>,
 }
 
-/// Ranks are those of the communicator; `members` gives the world's.
+/// Ranks are numbered as in the communicator; `members` has each one's rank in the world.
 #[derive(Debug, Serialize)]
 struct CommReport {
     id: u64,
@@ -217,7 +218,7 @@ struct OperationReport {
     number: u64,
     call: String,
     state: State,
-    /// From the submission, or the start, to when the file was written; of a finished one, how long it took.
+    /// From the start (of a queued operation: the submission) to the end, or to when the file was written if there is no end.
     seconds: f64,
     waiting_for: Vec<usize>,
     bytes_done: u64,
@@ -330,7 +331,7 @@ fn parse(text: &[u8]) -> Result<Recording, String> {
     if recording.rank >= recording.size {
         return Err(format!("rank {} in a world of {}", recording.rank, recording.size));
     }
-    // Sizes index nothing, but they are walked: nobody has a world like that.
+    // No size is an index, but loops run up to it. Nobody has so large a world.
     if recording.size > 1 << 20 {
         return Err(format!("a world of {} ranks", recording.size));
     }
@@ -343,20 +344,20 @@ fn parse(text: &[u8]) -> Result<Recording, String> {
     Ok(recording)
 }
 
-/// What a report has beside who is behind.
+/// What a report has besides the verdict.
 #[derive(Default)]
 struct Wanted<'a> {
-    /// Times, beside those of the tuner's table if there is one.
+    /// Times, with those that the tuner's table expects, if there is a table.
     times: Option<Option<&'a Table>>,
     /// Steps.
     overlap: bool,
-    /// Processes were asked, so who is not there was not.
+    /// Running processes were asked (`--pid`): a rank without a recording was not asked, and need not have died.
     asked: bool,
 }
 
 type Worlds = BTreeMap<(String, usize), BTreeMap<usize, Recording>>;
 
-/// Of two files of the same rank, the later one.
+/// The recordings, without a rank's earlier ones if it has several.
 fn newest(recordings: Vec<Recording>) -> Vec<Recording> {
     by_world(recordings).into_values().flat_map(BTreeMap::into_values).collect()
 }
@@ -377,7 +378,7 @@ fn by_world(recordings: Vec<Recording>) -> Worlds {
     worlds
 }
 
-/// Puts the files of each world together, in order of time.
+/// Puts the files of each world together. Worlds are in the order in which their last files were written.
 fn merge(recordings: Vec<Recording>, wanted: &Wanted<'_>) -> Report {
     let mut worlds: Vec<_> = by_world(recordings).into_iter().collect();
     let written =
@@ -454,7 +455,7 @@ fn seconds(operation: &Operation, written_at_ms: f64) -> f64 {
         State::Queued => operation.submitted_us,
         _ => operation.started_us.unwrap_or(operation.submitted_us),
     };
-    // One that failed with its communicator is shown as it was then: it has ended, and is open.
+    // An operation that failed with its communicator keeps the state that it had then: it counts as open, but has an end.
     let still = if operation.open() { written_at_ms * 1e3 } else { from };
     let to = operation.finished_us.unwrap_or(still);
     ((to - from) / 1e6).max(0.0)
@@ -523,7 +524,7 @@ fn verdict(
     found
 }
 
-/// Messages that wait: of each rank the oldest.
+/// For each rank, the oldest of its messages that still wait.
 fn messages(
     views: &BTreeMap<usize, &CommRecord>,
     files: &BTreeMap<usize, Recording>,
@@ -588,7 +589,7 @@ fn progress(
         let ranks: Vec<usize> = inside.keys().copied().collect();
         let awaited: BTreeSet<usize> =
             inside.values().flat_map(|open| open.waiting_for.iter().copied()).collect();
-        // One who waits for somebody else is not where it starts.
+        // A rank that itself waits for another rank is not the origin of the wait.
         let roots: Vec<usize> = (awaited.iter().copied())
             .filter(|rank| inside.get(rank).is_none_or(|open| open.waiting_for.is_empty()))
             .collect();
@@ -600,7 +601,7 @@ fn progress(
             format!(", waiting for {}", name_ranks(&awaited))
         };
         let have = if ranks.len() == 1 { "has" } else { "have" };
-        // Of a rank without a file nobody knows whether it has.
+        // Nobody knows whether a rank without a file has called it.
         let who = if views.len() == members { "all" } else { "all that left a file have" };
         let text =
             format!("{who} called #{number} {call}; {} {have} not finished it{whom}", name_ranks(&ranks));

@@ -1,4 +1,4 @@
-//! Sizes and rates as they are written on the command line, and nccl-tests' bandwidths.
+//! Sizes and rates as they are written on the command line, and the factor from nccl-tests' algbw to its busbw.
 
 use allstream::Kind;
 use parse_size::{ByteSuffix, Config};
@@ -15,7 +15,7 @@ pub(crate) fn rate(text: &str) -> Result<f64, String> {
     decimal.parse_size(bytes).map(|bytes| bytes as f64).map_err(|e| e.to_string())
 }
 
-/// What nccl-tests multiplies the algorithm's bandwidth by, so that it compares with the port's.
+/// What nccl-tests multiplies the algorithm's bandwidth by, so that the product compares with the bandwidth of the hardware.
 pub(crate) fn bus_factor(kind: Kind, n: usize) -> f64 {
     let n = n as f64;
     match kind {

@@ -15,8 +15,8 @@ type Result<T> = std::result::Result<T, Box<dyn std::error::Error + Send + Sync>
 fn rank(mut comm: Comm) -> std::result::Result<String, Error> {
     let mine = vec![comm.rank() as f32 + 1.0; 3];
     let before = format!("{mine:?}");
-    // In place: `mine` goes in, its memory comes out with the sum in it. An error that is not looked at further
-    // becomes `allstream::Error` by `?`.
+    // In place: `mine` goes in, and its memory comes out with the sum in it. If the call fails, `?` turns the failure,
+    // which also has the buffer, into an `allstream::Error`.
     let sum = comm.all_reduce(mine).wait()?;
     Ok(format!("rank {} of {}: {before} -> {sum:?}", comm.rank(), comm.size()))
 }

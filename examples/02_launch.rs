@@ -1,8 +1,8 @@
 //! Ranks that are processes, started by a launcher.
 //!
 //! Teaches: [`Rendezvous::from_env`] reads what `allstream run`, torchrun, Open MPI or Slurm put into the environment;
-//! [`Comm::connect`] returns when all ranks are there; `close` says goodbye and reports what went wrong last. The same
-//! program runs over shared memory or, with `ALLSTREAM_LINK=tcp`, over TCP.
+//! [`Comm::connect`] returns when all ranks are there; `close` says goodbye, and returns a failure that no call has
+//! returned. The same program runs over shared memory or, with `ALLSTREAM_LINK=tcp`, over TCP.
 //!
 //! ```sh
 //! cargo build --release --examples
@@ -27,7 +27,7 @@ async fn main() -> Result<()> {
 
     let largest = comm.op(ReduceOp::Max).all_reduce_value(std::process::id()).await?;
     if comm.rank() == 0 {
-        println!("the maximum over ranks is the gathered ids' own: {}", pids.iter().max() == Some(&largest));
+        println!("the maximum over ranks is the largest id: {}", pids.iter().max() == Some(&largest));
     }
     comm.close().await?;
     Ok(())

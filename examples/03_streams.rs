@@ -14,7 +14,7 @@ use allstream::{Comm, Failed, HostStream, Ordered};
 
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error + Send + Sync>>;
 
-/// One step of a training loop, as rank 0 tells it.
+/// One step of a training loop. Rank 0 logs what happens.
 fn step(mut comm: Comm, log: Sender<&'static str>) -> Result<f32> {
     let compute = HostStream::new("compute")?;
     let speaks = comm.rank() == 0;
@@ -34,7 +34,7 @@ fn step(mut comm: Comm, log: Sender<&'static str>) -> Result<f32> {
         backward();
     });
 
-    // Submitted now; starts when `compute` has got to here.
+    // Submitted now; starts when `compute` has done what was launched on it above.
     let work = comm.on(&compute).all_reduce(vec![1.0_f32; 1000]);
     say("host:   all-reduce is submitted")();
 

@@ -2,12 +2,12 @@
 //!
 //! Teaches: a collective runs from the call on, so work that is done between the call and `.wait()` overlaps with it.
 //! Two ranks (threads) each multiply matrices on a stream while 32 MB of gradients are all-reduced. The number of
-//! products is chosen so that both take about as long. Printed are medians over rounds of the slower rank:
+//! products is chosen so that both take about as long. It prints medians over rounds, of the slower rank:
 //! computing alone, communicating alone, and both together; what is *exposed* is together minus computing alone.
 //!
 //! Read the result with the machine in mind. On a CPU the engine's copies and additions use the same cores and the
-//! same memory bus as the computation: with as many computing threads as cores, nothing is free to hide behind. The
-//! last line shows the other end: the stream only sleeps, as a host does while a device computes.
+//! same memory bus as the computation: with as many computing threads as cores, no core is left for communication. The
+//! line "beside a sleep" shows the other end: the stream only sleeps, as a host does while a device computes.
 //!
 //! `cargo run --release --example 04_overlap`
 
@@ -27,7 +27,7 @@ const GRADIENTS: usize = 8 << 20;
 const SIDE: usize = 192;
 const ROUNDS: usize = 11;
 
-/// `c += a * b`, rows innermost, so that the compiler can use vectors.
+/// `c += a * b`. The innermost loop goes along rows, so that the compiler can use vectors.
 fn multiply(a: &[f32], b: &[f32], c: &mut [f32]) {
     for (row, out) in a.chunks_exact(SIDE).zip(c.chunks_exact_mut(SIDE)) {
         for (x, line) in row.iter().zip(b.chunks_exact(SIDE)) {
@@ -80,7 +80,7 @@ fn rank(mut comm: Comm) -> Result<Times> {
     let matrix = Arc::new(vec![1e-3_f32; SIDE * SIDE]);
     let mut gradients = vec![1.0_f32; GRADIENTS];
 
-    // The average of equal values is that value: the buffer can go round for ever.
+    // The average of equal values is that value, so the buffer can be reduced again and again.
     let mut average = |comm: &mut Comm| {
         let work = comm.op(ReduceOp::Avg).all_reduce(std::mem::take(&mut gradients));
         gradients = work.wait()?;
@@ -89,7 +89,7 @@ fn rank(mut comm: Comm) -> Result<Times> {
     average(&mut comm)?; // first touch of all memory
     let communicating = median(&mut comm, &mut average)?;
 
-    // As many products as take that long: guessed twice, from the measured time of the guess before.
+    // As many products as take as long as communicating: two guesses, each from the measured time of the one before.
     let (mut products, mut computing) = (16, Duration::ZERO);
     for guess in 0..3 {
         if guess > 0 {

@@ -1,7 +1,7 @@
 //! Messages between two ranks.
 //!
-//! Teaches: a `send` is matched with a `recv` of the same length, type and tag, in order for each tag; both are
-//! submitted by the call, so submit both before waiting for one; tags are independent of each other; a batch puts
+//! Teaches: a `send` is matched with a `recv` of the same length, type and tag, in order for each tag; the call itself
+//! submits either, so submit both before waiting for one; tags are independent of each other; a batch puts
 //! several messages in flight together and gives the buffers back in the order given.
 //!
 //! `cargo run --release --example 05_messages`
@@ -21,7 +21,7 @@ fn token(comm: &mut Comm) -> Result<u64> {
         Ok(comm.recv(vec![0], left).wait()?[0])
     } else {
         let heard = comm.recv(vec![0_u64], left).wait()?[0] + rank as u64;
-        // Dropping the work does not cancel it: it runs on.
+        // Dropping the work does not cancel the send, which runs on.
         drop(comm.send(vec![heard], right));
         Ok(heard)
     }
@@ -32,14 +32,14 @@ fn shift(comm: &mut Comm) -> Result<f32> {
     let (rank, size) = (comm.rank(), comm.size());
     let block = vec![rank as f32; 1 << 20];
     let sent = comm.send(block, (rank + 1) % size);
-    // Submitted while the send is in flight. Waiting for the send first would stop here: a large message moves only
-    // when its receive is there, and everyone would wait for everyone.
+    // The receive is submitted while the send is in flight. Waiting for the send first would hang: a large message moves
+    // only once its receive is submitted, and all ranks would wait for each other.
     let received = comm.recv(vec![0.0_f32; 1 << 20], (rank + size - 1) % size).wait()?;
     let block = sent.wait()?; // ours again
     Ok(received[block.len() - 1])
 }
 
-/// Two streams of messages that overtake each other.
+/// Two streams of messages, one of which overtakes the other.
 fn tags(comm: &mut Comm) -> Result<Option<(u8, u8)>> {
     const DATA: u32 = 1;
     const URGENT: u32 = 2;
@@ -52,7 +52,7 @@ fn tags(comm: &mut Comm) -> Result<Option<(u8, u8)>> {
             Ok(None)
         }
         1 => {
-            // Sent second, asked for first.
+            // The urgent message was sent second, and is received first.
             let urgent = comm.tag(URGENT).recv(vec![0_u8], 0).wait()?[0];
             let data = comm.tag(DATA).recv(vec![0_u8], 0).wait()?[0];
             Ok(Some((urgent, data)))

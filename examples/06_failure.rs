@@ -1,11 +1,11 @@
 //! What failures look like.
 //!
-//! Teaches: ranks that call different things, a rank that leaves, and a rank that does not come are errors on every
-//! rank that is concerned, each within its deadline; the error names rank, operation, expected and found; the buffer
+//! Teaches: if ranks make different calls, or a rank leaves, or a rank does not come, every rank that is concerned gets
+//! an error within its deadline; the error names the rank, the operation, what was expected and what was found; the buffer
 //! comes back in [`Failed::buf`] (its contents unspecified); the communicator is dead afterwards and says why.
 //!
-//! A failure also makes each rank write its flight recorder, to `ALLSTREAM_TRACE_DIR` or to `allstream` in the
-//! directory for temporary files; `allstream trace DIRECTORY` lays them side by side.
+//! A failure also makes each rank write its flight recorder, to `ALLSTREAM_TRACE_DIR` or to `allstream-UID` (the user's
+//! number) in the directory for temporary files; `allstream trace DIRECTORY` lays the recorders side by side.
 //!
 //! `cargo run --release --example 06_failure`
 
@@ -16,7 +16,7 @@ use allstream::{Comm, Error, Failed, Work};
 
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error + Send + Sync>>;
 
-/// What a rank has to say of an operation that must fail.
+/// Waits for an operation, and says how it ended on this rank.
 fn tell(rank: usize, work: Work<Vec<f32>>) -> String {
     match work.wait() {
         Ok(_) => format!("rank {rank}: finished"),

@@ -1,6 +1,6 @@
 //! Communicators inside a model.
 //!
-//! Teaches: `split` cuts a group into smaller ones (here four ranks into pairs of both kinds of parallelism); a
+//! Teaches: `split` cuts a group into smaller ones (here four ranks into pairs, for tensor and for data parallelism); a
 //! [`SharedComm`] is called through `&self`, so a model can hold it and its methods need no `&mut`; communicators are
 //! independent of each other.
 //!
@@ -25,7 +25,7 @@ struct Layer {
 }
 
 impl Layer {
-    /// This rank's part of the input in, the whole output out, the same on all ranks of `columns`.
+    /// Takes this rank's part of the input, and returns the whole output, the same on all ranks of `columns`.
     async fn forward(&self, x: &[f32]) -> std::result::Result<Vec<f32>, Error> {
         let dot = |row: &[f32]| row.iter().zip(x).map(|(w, x)| w * x).sum();
         let part: Vec<f32> = self.weights.chunks_exact(x.len()).map(dot).collect();
@@ -41,7 +41,7 @@ impl Layer {
 
 async fn rank(mut world: Comm) -> Result<String> {
     let me = world.rank();
-    // 0 1 | 2 3 hold columns of one copy each; 0 2 | 1 3 hold the same columns.
+    // Ranks 0 and 1 hold the columns of one copy, 2 and 3 those of another. Ranks 0 and 2 hold the same column, and so do 1 and 3.
     let columns = world.split((me / 2) as u64, me as i64).await?;
     let copies = world.split((me % 2) as u64, me as i64).await?;
     let names = (columns.name().to_owned(), copies.name().to_owned());

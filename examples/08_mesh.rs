@@ -1,7 +1,7 @@
 //! Two kinds of parallelism on one mesh of ranks.
 //!
-//! Teaches: `mesh` gives a world named axes, and a communicator along each; a layer's columns are spread along "tp"
-//! (summed forward), its gradients are averaged along "dp"; lists reduce many buffers, of several types, in one call.
+//! Teaches: `mesh` gives a world named axes, and a communicator along each. A layer's columns are spread along "tp", where
+//! outputs are summed; its gradients are averaged along "dp". A list reduces many buffers, of several types, in one call.
 //!
 //! `cargo run --release --example 08_mesh`
 
@@ -22,7 +22,7 @@ async fn rank(mut world: Comm) -> Result<String> {
     let (weight, x) = (tp as f32 + 1.0, if dp == 0 { 1.0 } else { 10.0 });
     let y = mesh.axis("tp")?.all_reduce(vec![weight * x; 2]).await?;
 
-    // The gradients of a whole model: two matrices in bf16, one vector in f32, one operation.
+    // The gradients of a whole model: two matrices in bf16 and a vector in f32, in one operation.
     let matrices = vec![vec![bf16::from_f32(x); 4], vec![bf16::ONE; 2]];
     let (matrices, [biases]) =
         mesh.axis("dp")?.op(ReduceOp::Avg).all_reduce_list((matrices, [vec![x; 3]])).await?;

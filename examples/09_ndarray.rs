@@ -1,8 +1,8 @@
 //! An array library's memory in collectives, without a copy.
 //!
-//! Teaches: with the feature `ndarray` an owned array is a buffer, and comes back with its shape. Here: a matrix, all-reduced where it
-//! lies; a matrix whose memory is not its elements in order, which is refused before anything is sent, and given back; and a
-//! matrix cut into blocks of rows that are in flight independently.
+//! Teaches: with the feature `ndarray` an owned array is a buffer, and comes back with its shape. Here: a matrix that is all-reduced in
+//! place; a matrix whose elements are not in standard order in memory, which is refused before anything is sent, and given back; and
+//! a matrix cut into blocks of rows that are in flight independently.
 //!
 //! `cargo run --release --example 09_ndarray --features ndarray`
 
@@ -13,12 +13,12 @@ use ndarray::{Array2, arr2, array};
 
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error + Send + Sync>>;
 
-/// `y = X w`: the gradient of the squared error over this rank's rows of data.
+/// The gradient of the mean squared error of the model `y = X w`, over this rank's rows of data.
 fn gradient(x: &Array2<f32>, y: &Array2<f32>, w: &Array2<f32>) -> Array2<f32> {
     x.t().dot(&(x.dot(w) - y)) * (2.0 / x.nrows() as f32)
 }
 
-/// Gradient descent, the data spread over the ranks.
+/// Gradient descent; each rank has some rows of the data.
 fn fit(comm: &mut Comm) -> Result<Array2<f32>> {
     let truth = array![[1.0], [-2.0], [0.5]];
     // Rows that differ from rank to rank, and together determine the weights.
@@ -34,7 +34,7 @@ fn fit(comm: &mut Comm) -> Result<Array2<f32>> {
     Ok(w)
 }
 
-/// A transposed matrix is the same memory read in another order: what the ranks sum must first be in the same one.
+/// A transposed matrix is the same memory read in another order, which all_reduce refuses. A copy in standard order is summed instead.
 fn transposed(comm: &mut Comm) -> Result<Array2<f32>> {
     let matrix = arr2(&[[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]).reversed_axes();
     let Err(refused) = comm.all_reduce(matrix).wait() else { return Err("it was not refused".into()) };
@@ -42,7 +42,7 @@ fn transposed(comm: &mut Comm) -> Result<Array2<f32>> {
     Ok(comm.all_reduce(matrix.as_standard_layout().into_owned()).wait()?)
 }
 
-/// Blocks of rows in flight one by one: views of one matrix, which comes back when all have.
+/// Each block of rows is in flight by itself. The blocks are views of one matrix, which is joined when all have come back.
 fn rows(comm: &mut Comm) -> Result<Array2<f32>> {
     let (rows, columns) = (1000, 64);
     let matrix = Array2::from_shape_fn((rows, columns), |(row, _)| row as f32);

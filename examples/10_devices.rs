@@ -1,11 +1,11 @@
 //! Data-parallel training on two processes with two devices each.
 //!
-//! Teaches: a [`Node`] is a process's devices called together: one buffer for each device in, the same shape out; the
-//! world has a rank for each device of each process; each device has a stream, and `join` makes the streams, not the
-//! host, wait for what was reduced. On a CPU a device is a stream.
+//! Teaches: a [`Node`] calls all devices of a process together: a call takes one buffer for each device, and returns as
+//! many; the world has a rank for each device of each process; each device has a stream, and `join` makes the streams,
+//! not the host, wait for what was reduced. On a CPU a device is just a stream.
 //!
-//! `cargo run --release --example 10_devices` starts the second process itself; it also runs under a launcher that starts
-//! one process for each host: `allstream run -n 2 -- target/release/examples/10_devices`.
+//! `cargo run --release --example 10_devices` starts the second process itself. The example also runs under a launcher,
+//! which starts one process for each node: `allstream run -n 2 -- target/release/examples/10_devices`.
 
 use std::hash::BuildHasher;
 use std::net::TcpListener;
@@ -19,7 +19,7 @@ type Result<T> = std::result::Result<T, Box<dyn std::error::Error + Send + Sync>
 
 const DEVICES: usize = 2;
 
-/// The model: a slope and an offset. The data: points of the line y = 3 x + 1, other ones for each rank.
+/// The model: a slope and an offset. The data: points of the line y = 3 x + 1, different ones for each rank.
 type Model = [f32; 2];
 
 /// The mean gradient over a rank's points, and the mean loss.
@@ -48,7 +48,7 @@ fn train(node: &mut Node) -> Result<()> {
         });
         let [g0, g1] = [gradients[0].recv()?, gradients[1].recv()?];
 
-        // One call for both devices; each one's stream waits for its part, and then updates its model.
+        // One call for both devices; each device's stream waits for its part, and then updates the device's model.
         let [g0, g1] = node.op(ReduceOp::Avg).all_reduce([g0, g1]).join(node.streams())?;
         let update = |[slope, offset]: Model| {
             move |mean: Vec<f32>| ([slope - 0.1 * mean[0], offset - 0.1 * mean[1]], mean[2])
@@ -63,7 +63,7 @@ fn train(node: &mut Node) -> Result<()> {
             println!("step {step:3}: mean loss {loss:.6}");
         }
     }
-    // What all devices ended with, on all devices.
+    // Gathers the final models of all devices on all devices.
     let all = node.all_gather(models.map(|model| model.to_vec())).wait()?;
     if all[0].chunks(2).any(|model| model != models[0]) {
         return Err(format!("devices ended with different models: {:?}", all[0]).into());
@@ -82,7 +82,7 @@ fn main() -> Result<()> {
     let place = if std::env::var_os("RANK").is_some() {
         Rendezvous::from_env()?
     } else {
-        // The first process: it holds the port before the second one starts.
+        // This is the first process: it takes the port before it starts the second one.
         let (listener, token) =
             (TcpListener::bind("127.0.0.1:0")?, std::hash::RandomState::new().hash_one(0));
         let at = listener.local_addr()?;

@@ -1,8 +1,8 @@
 //! A training loop: data parallelism in thirty lines.
 //!
 //! Teaches: every rank starts from the same weights (`broadcast`), computes gradients on its own part of the data, and
-//! averages them with all others (`all_reduce`) before its step; losses are averaged in the same list; at the end
-//! all ranks hold the same bits (`all_gather_bytes` proves it). `allstream demo` is the same with a network and real data.
+//! averages them with all others (`all_reduce`) before its step; losses are averaged in the same call; at the end
+//! all ranks hold the same bits (`all_gather_bytes` proves it). `allstream demo` does the same with a neural network and real data.
 //!
 //! `cargo run --release --example 11_train`
 
@@ -23,7 +23,7 @@ fn data(rank: usize) -> Vec<([f32; 2], f32)> {
 
 async fn rank(mut comm: Comm) -> Result<String> {
     let data = data(comm.rank());
-    // Only rank 0's are used.
+    // Only rank 0's weights are used.
     let mut weights = comm.broadcast(vec![comm.rank() as f32 * 9.0; 3], 0).await?;
     let mut loss = f32::NAN;
     for _ in 0..STEPS {

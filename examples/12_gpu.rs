@@ -1,7 +1,7 @@
 //! Several ranks on one GPU: how data parallelism is developed and tested with one card.
 //!
-//! `cargo run --example 12_gpu`: four ranks, threads of this process, share the devices that there are. Without a GPU it
-//! says what is missing, and ends well.
+//! `cargo run --example 12_gpu`: four ranks, tasks of this process, share the devices that there are. Without a GPU it
+//! says what is missing, and exits with code 0.
 
 use std::sync::Arc;
 
@@ -38,17 +38,17 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
 async fn rank(mut comm: Comm, devices: usize, all_have_called: Arc<Barrier>) -> Result<String, Error> {
     let device = Device::new(comm.rank() % devices)?;
     let stream = DeviceStream::new(&device)?;
-    // From here on collectives on device buffers run on the devices. Where those cannot reach each other, all ranks hear
-    // why, and the buffers go through the host's memory.
+    // From here on collectives on device buffers run on the devices. If the devices cannot reach each other, `path` says
+    // why on all ranks, and the buffers go through the host's memory.
     let path = comm.bind_device(&device).await?;
     let mine = vec![comm.rank() as f32; 1 << 20];
     let (host, grads) = DeviceBuf::from_host(&stream, mine).await?;
-    // Starts once the stream has come to this point; comes back when the device has the result.
+    // The all-reduce starts once the stream has come to this point. The buffer comes back when the device has the result.
     let mut grads = comm.op(ReduceOp::Avg).all_reduce(grads).await?;
-    // And again, in the order of the stream: no result is waited for in between, kernels of yours could be put on it each time.
+    // And again, in the order of the stream: nobody waits for a result in between, and your kernels could go on the stream each time.
     for _ in 0..10 {
         let work = comm.op(ReduceOp::Avg).on(&stream).all_reduce(grads);
-        // Ranks of one process that share a device all call before any of them joins: see `Work::join`.
+        // Ranks of one process that share a device must all have called before any of them joins: see `Work::join`.
         all_have_called.wait().await;
         grads = work.join(&stream)?.in_order()?;
     }

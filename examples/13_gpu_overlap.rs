@@ -1,15 +1,16 @@
 //! How much of an all-reduce of GPU buffers hides behind a kernel of yours.
 //!
-//! Teaches: an all-reduce of a device buffer follows the buffer's own stream, not the one on which kernels run, so both
-//! go on at once; and a kernel of yours (by cudarc) and allstream's buffers share streams by their `CUstream`.
+//! Teaches: an all-reduce of a device buffer follows the buffer's own stream, not the stream on which your kernels run, so
+//! both go on at once; and a kernel of yours (by cudarc) can run on a stream of allstream's, by its `CUstream`.
 //!
-//! Two ranks (threads) have a GPU each, or share one. Twice, with the all-reduce through the host's memory and with one by
-//! kernels on the GPUs, this prints medians over rounds of the slower rank: matrix products alone, the all-reduce alone,
-//! both on streams of their own, and both on one stream, as on CUDA's default stream. There are as many products as
-//! take about as long as the all-reduce. The figure to look at is `together` over the longer of the two: 1 is perfect.
+//! Two ranks (threads) have a GPU each, or share one. First the all-reduce goes through the host's memory, then by kernels
+//! on the GPUs. For each way this prints the slower rank's time, as a median over rounds: of matrix products alone, of the
+//! all-reduce alone, of both on two streams, and of both on one stream, as on CUDA's default stream. There are as many
+//! products as take about as long as the all-reduce. The figure to look at is `together` over the longer of the two: 1 is
+//! perfect.
 //!
-//! `cargo run --release --features cudarc --example 13_gpu_overlap [-- MEGABYTES [SIDE]]`: of the all-reduce (default 64), and
-//! of a matrix (default 1024 rows). Without a GPU it says what is missing, and ends well.
+//! `cargo run --release --features cudarc --example 13_gpu_overlap [-- MEGABYTES [SIDE]]`: the size of the all-reduce (default
+//! 64), and the rows of a square matrix (default 1024). Without a GPU it says what is missing, and exits with code 0.
 
 use std::ffi::{CString, c_void};
 use std::sync::Arc;
@@ -50,7 +51,7 @@ impl Products {
         let (a, b, c) = (of(0.5)?, of(2.0)?, of(0.0)?);
         context.bind_to_thread()?;
         let text = CString::new(MATMUL)?;
-        // SAFETY: the device's context is this thread's; the text is PTX and ends in a zero. The module is never unloaded.
+        // SAFETY: the device's context is current on this thread; the text is PTX and ends in a zero. The module is never unloaded.
         let kernel = unsafe {
             let module = result::module::load_data(text.as_ptr().cast())?;
             result::module::get_function(module, CString::new("matmul")?)?
@@ -58,7 +59,7 @@ impl Products {
         Ok(Products { context, kernel, stream, a, b, c, side })
     }
 
-    /// Puts so many products on the stream.
+    /// Puts this many products on the stream.
     fn launch(&self, times: u64) -> Result<()> {
         self.context.bind_to_thread()?;
         let (mut a, mut b, mut c) = (self.a.as_ptr(), self.b.as_ptr(), self.c.as_ptr());
@@ -71,8 +72,8 @@ impl Products {
                 (&raw mut c).cast(),
                 (&raw mut side).cast(),
             ];
-            // SAFETY: the parameters are the kernel's, which reads `side * side` floats of a and b and writes as many to c:
-            // the buffers have them, and are in the order of this stream, which exists as long as `self`.
+            // SAFETY: these are the parameters of the kernel, which reads `side * side` floats of a and b and writes as many
+            // to c. Each buffer has so many, and follows this stream, which exists as long as `self`.
             unsafe {
                 let stream = self.stream.as_raw().cast();
                 result::launch_kernel(
@@ -95,7 +96,7 @@ impl Products {
     }
 }
 
-/// The median over rounds of the slowest rank's time, the same on all ranks. Each round starts together.
+/// The median over rounds of the slowest rank's time, which all ranks get. All ranks start a round together.
 fn median(comm: &mut Comm, mut round: impl FnMut(&mut Comm) -> Result<()>) -> Result<Duration> {
     let mut nanos = Vec::new();
     for _ in 0..ROUNDS {
@@ -128,7 +129,7 @@ fn measure(comm: &mut Comm, work: &Products, path: String, len: usize) -> Result
     };
     reduce(comm)?;
     let communicating = median(comm, &mut reduce)?;
-    // As many products as take that long: guessed twice, from the measured time of the guess before.
+    // Finds how many products take that long: starts with one, and corrects the number twice by the measured time.
     let (mut products, mut computing) = (1, Duration::ZERO);
     for guess in 0..3 {
         if guess > 0 {
@@ -145,7 +146,7 @@ fn measure(comm: &mut Comm, work: &Products, path: String, len: usize) -> Result
         reduce(comm)?;
         Ok(work.stream.synchronize()?)
     })?;
-    // The gradients in the order of the stream that computes: first one, then the other.
+    // Now the gradients follow the stream that computes, so the products and the all-reduce run one after the other.
     let mut grads = Some(grads.take().ok_or_else(taken)?.on(&work.stream)?);
     let one_stream = median(comm, |comm| {
         work.launch(products)?;

@@ -1,11 +1,11 @@
 //! Training with two kinds of parallelism at once, on a mesh of 2 x 2 ranks.
 //!
-//! Teaches: along the axis "dp" are copies of the network that see other examples; along "tp" each layer is cut in two. In the backward
+//! Teaches: along the axis "dp" there are copies of the network, each with its own examples; along "tp" each layer is cut in two. In the backward
 //! pass both axes communicate at the same time: the gradients of a block are averaged along "dp" while the gradient of its input is summed
 //! along "tp". An axis is a communicator, and communicators are independent of each other, so two operations that are both in flight may be
-//! submitted in any order, on each rank in another. What may not differ is who is waited for: a rank that awaits one axis before it
-//! submits to the other, beside a rank that does it the other way round, makes a circle. That ends at the deadline, with an error that says
-//! who was missing. The mesh is made anew for each epoch, which costs little: its communicators are taken up from a pool.
+//! submitted in any order, which may differ between ranks. But if one rank awaits "dp" before it submits to "tp", and another rank does it
+//! the other way round, they wait for each other in a circle. That ends at the deadline, with an error that says who was missing. The mesh
+//! is made anew for each epoch, which costs little: its communicators come from a pool.
 //!
 //! `cargo run --release --example 15_mesh_train`
 
@@ -18,14 +18,14 @@ use futures::executor::block_on;
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error + Send + Sync>>;
 
 const BLOCKS: usize = 3;
-/// Numbers that go into a block and come out of it, and its hidden units.
+/// How many numbers go into a block and come out of it; and how many hidden units a block has.
 const WIDTH: usize = 8;
 const HIDDEN: usize = 16;
 const EXAMPLES: usize = 32;
 const EPOCHS: usize = 5;
 const STEPS: usize = 40;
 const RATE: f32 = 0.1;
-/// How far the weights may be from those that one rank alone has.
+/// How far the weights may be from those of one rank that trained alone.
 const NEAR: f32 = 1e-5;
 
 /// How a rank calls the two axes in the backward pass.
@@ -33,13 +33,13 @@ const NEAR: f32 = 1e-5;
 struct Habit {
     /// Submits to "tp" first, then to "dp"; else the other way round.
     tensor_first: bool,
-    /// Awaits the first before it submits the second.
+    /// Awaits the first operation before it submits the second.
     waits_between: bool,
-    /// What an operation may take.
+    /// How long an operation may take.
     deadline: Duration,
 }
 
-/// Both are in flight together.
+/// Submits to "dp" first; both operations are in flight together.
 const DATA_FIRST: Habit =
     Habit { tensor_first: false, waits_between: false, deadline: Duration::from_secs(60) };
 
@@ -67,7 +67,7 @@ fn submit(mesh: &mut Mesh, habit: Habit, (axis, part): (&str, Vec<f32>)) -> Resu
     Ok(mesh.axis(axis)?.op(op).timeout(habit.deadline).all_reduce(part))
 }
 
-/// Some numbers between -1 and 1, the same everywhere.
+/// A number between -1 and 1 that depends on `i` only, so it is the same on all ranks.
 fn number(i: usize) -> f32 {
     (i.wrapping_mul(2_654_435_761) >> 8) as u16 as f32 / 32768.0 - 1.0
 }
@@ -80,8 +80,8 @@ fn add(into: &mut [f32], factor: f32, other: &[f32]) {
     into.iter_mut().zip(other).for_each(|(x, y)| *x += factor * y);
 }
 
-/// The hidden units of a block that a rank has: `x + sum of tanh(up . x) * down` over them. For each unit a row of `up`, then one of
-/// `down`.
+/// The weights of a range of a block's hidden units: for each unit a row of `up`, then a row of `down`. A block makes `x` plus the sum of
+/// `tanh(up . x) * down` over all its units.
 fn block(at: usize, units: std::ops::Range<usize>) -> Vec<f32> {
     let row = 2 * WIDTH;
     units.flat_map(|unit| (0..row).map(move |i| 0.3 * number((at * HIDDEN + unit) * row + i))).collect()
@@ -100,7 +100,7 @@ fn forward(block: &[f32], inputs: &[f32]) -> (Vec<f32>, Vec<f32>) {
     (sum, active)
 }
 
-/// From the gradient of a block's output: that of its units, and what they add to that of its input.
+/// From the gradient of a block's outputs: the gradient of these units, and what they add to the gradient of the block's inputs.
 fn backward(block: &[f32], inputs: &[f32], active: &[f32], outputs: &[f32]) -> (Vec<f32>, Vec<f32>) {
     let (mut units, mut sum) = (vec![0.0; block.len()], vec![0.0; inputs.len()]);
     let mut active = active.iter();
@@ -117,7 +117,7 @@ fn backward(block: &[f32], inputs: &[f32], active: &[f32], outputs: &[f32]) -> (
     (units, sum)
 }
 
-/// A step of training; the loss before it.
+/// Makes one step of training. Returns the loss before it.
 async fn step(mesh: &mut Mesh, blocks: &mut [Vec<f32>], inputs: &[f32], habit: Habit) -> Result<f32> {
     // Forward: each rank adds what its units make, and the sum over "tp" is what the whole block makes.
     let (mut x, mut kept) = (inputs.to_vec(), Vec::new());
@@ -128,7 +128,7 @@ async fn step(mesh: &mut Mesh, blocks: &mut [Vec<f32>], inputs: &[f32], habit: H
         add(&mut x, 1.0, &whole);
         kept.push((before, active));
     }
-    // The network learns to turn each example round.
+    // The network learns to reverse each example.
     let examples = (inputs.len() / WIDTH) as f32;
     let goal = inputs.chunks_exact(WIDTH).flat_map(|x| x.iter().rev());
     let error: Vec<f32> = x.iter().zip(goal).map(|(x, goal)| x - goal).collect();
@@ -154,7 +154,7 @@ async fn step(mesh: &mut Mesh, blocks: &mut [Vec<f32>], inputs: &[f32], habit: H
     Ok(loss)
 }
 
-/// What a rank has at the end: its part of the weights, the losses of the first step and the last, groups that were made and taken up.
+/// What a rank has at the end: its part of the weights, the losses of the first and the last step, and how many groups were made and reused.
 struct Trained {
     blocks: Vec<Vec<f32>>,
     losses: (f32, f32),
@@ -182,13 +182,13 @@ async fn train(world: &mut Comm, shape: [usize; 2], habit: HabitOf) -> Result<Tr
     Ok(Trained { blocks, losses: (losses[0], losses[losses.len() - 1]), groups: (pool.misses, pool.hits) })
 }
 
-/// Runs it on a world of threads. What each rank says, and after how long.
+/// Trains on a world of threads. Returns what each rank came to, and after how long.
 fn on_ranks(shape: [usize; 2], habit: HabitOf) -> Result<Vec<(Result<Trained>, Duration)>> {
     let spawn = |mut world: Comm| {
         thread::spawn(move || {
             let begun = Instant::now();
             let trained = block_on(train(&mut world, shape, habit));
-            // The world is kept until all ranks have said what they have to say.
+            // The world is kept until all ranks have ended.
             (trained, begun.elapsed(), world)
         })
     };
@@ -198,7 +198,7 @@ fn on_ranks(shape: [usize; 2], habit: HabitOf) -> Result<Vec<(Result<Trained>, D
     Ok(ends.into_iter().map(|(trained, after, _)| (trained, after)).collect())
 }
 
-/// Trains on 2 x 2 ranks; how far the weights of any of them are from those of one rank that trained alone.
+/// Trains on 2 x 2 ranks, and checks how far the weights of any of them are from those of one rank that trained alone.
 fn compare(what: &str, alone: &Trained, habit: HabitOf) -> Result<()> {
     let mut largest = 0.0_f32;
     for (rank, (trained, _)) in on_ranks([2, 2], habit)?.into_iter().enumerate() {
@@ -206,7 +206,7 @@ fn compare(what: &str, alone: &Trained, habit: HabitOf) -> Result<()> {
         for (ours, whole) in trained.blocks.iter().zip(&alone.blocks) {
             let theirs = &whole[rank % 2 * ours.len()..][..ours.len()];
             let differences = ours.iter().zip(theirs).map(|(a, b)| (a - b).abs());
-            // A number that is none is not near anything.
+            // NaN is not near anything.
             largest = differences.fold(largest, |most, d| if d <= most { most } else { d });
         }
         if rank == 0 {
@@ -225,7 +225,7 @@ fn main() -> Result<()> {
     let alone = on_ranks([1, 1], data_first)?.remove(0).0?;
     println!("one process: loss {:.4} to {:.4}", alone.losses.0, alone.losses.1);
     compare("2 x 2 ranks, \"dp\" first", &alone, data_first)?;
-    // Ranks 1 and 2 are neighbours of 0 and 3 along both axes.
+    // On both axes, each of the ranks 1 and 2 has rank 0 or rank 3 as its neighbour.
     let turned = |dp, tp| Habit { tensor_first: dp != tp, ..DATA_FIRST };
     compare("2 x 2 ranks, \"tp\" first on ranks 1 and 2", &alone, turned)?;
 

@@ -1,12 +1,12 @@
 //! Training that loses ranks and goes on.
 //!
-//! Teaches: when a call fails, the survivors [`shrink`](allstream::Comm::shrink), take the state of their first rank, and go on with
-//! the rows shared out among fewer; no address, no token and no restart is needed. All that is new to a training loop is `survive`,
-//! and the line that calls it.
+//! Teaches: when a call fails, the survivors [`shrink`](allstream::Comm::shrink) the communicator, take the state of their first rank,
+//! and share the rows among fewer; they need no address, no token and no restart. All that a training loop needs in addition is
+//! `survive`, and the line that calls it.
 //!
 //! `cargo run --release --example 16_survive` runs eight ranks as threads, five of which leave in the middle.
-//! `allstream run -n 8 --on-failure keep -- target/release/examples/16_survive` runs them as processes: `kill -9` any of them. (A
-//! number behind that is how many epochs are trained.)
+//! `allstream run -n 8 --on-failure keep -- target/release/examples/16_survive` runs them as processes: `kill -9` any of them. An
+//! argument sets the number of epochs (default 150).
 
 use std::thread;
 
@@ -22,7 +22,7 @@ const BATCH: usize = 128;
 /// An 8x8 picture, and the digit that it shows.
 type Digit = ([f32; PIXELS], usize);
 
-/// The handwritten digits of `data/`: those to train on, and every fifth to test with.
+/// The handwritten digits of `cli/data/`: those to train on, and every fifth to test with.
 fn digits() -> (Vec<Digit>, Vec<Digit>) {
     let line = |line: &str| {
         let (label, image) = line.split_once(' ')?;
@@ -38,7 +38,7 @@ fn digits() -> (Vec<Digit>, Vec<Digit>) {
     (part(false).collect(), part(true).collect())
 }
 
-/// How likely the digit is each class, by a linear model: a row of weights and a bias for each class.
+/// How likely each class is for these pixels, by a linear model with a row of weights and a bias for each class.
 fn classify(weights: &[f32], pixels: &[f32; PIXELS]) -> [f32; CLASSES] {
     let mut likely = [0.0; CLASSES];
     for (score, row) in likely.iter_mut().zip(weights.chunks_exact(PIXELS + 1)) {
@@ -70,7 +70,7 @@ fn accuracy(weights: &[f32], digits: &[Digit]) -> f32 {
     digits.iter().filter(is_right).count() as f32 / digits.len() as f32
 }
 
-/// The survivors go on from the weights and the step of their first rank: others may be a step behind it or ahead.
+/// The survivors go on from the weights and the step of their first rank; the others may be a step behind that rank or ahead.
 async fn survive(mut comm: Comm, weights: &mut Vec<f32>, step: &mut usize) -> Result<Comm> {
     loop {
         let (smaller, verdict) = comm.shrink().await?;
@@ -78,7 +78,7 @@ async fn survive(mut comm: Comm, weights: &mut Vec<f32>, step: &mut usize) -> Re
         if comm.rank() == 0 {
             println!("step {step}: {} ranks go on without {:?}", comm.size(), verdict.lost);
         }
-        // A copy: should yet another rank be lost, what comes back is neither the old nor the new.
+        // A copy is sent: if another rank is lost meanwhile, the copy may come back with neither the old values nor the new.
         let state = ([weights.clone()], [vec![*step as u64]]);
         if let Ok(([new], [at])) = comm.broadcast_list(state, 0).await {
             (*weights, *step) = (new, at[0] as usize);
@@ -117,7 +117,7 @@ async fn train(mut comm: Comm, epochs: usize, leaves_at: Option<usize>) -> Resul
 
 fn main() -> Result<()> {
     let epochs = std::env::args().nth(1).map_or(Ok(150), |epochs| epochs.parse())?;
-    // Under a launcher this is one of its ranks; by hand, all eight are here.
+    // Under a launcher this process is one rank; without one, all eight ranks are threads of this process.
     let comm = block_on(Comm::connect(Rendezvous::from_env_or_alone()?))?;
     if comm.size() > 1 {
         return block_on(train(comm, epochs, None));

@@ -1,9 +1,9 @@
 //! What slowness looks like from outside.
 //!
-//! Teaches: a step that takes too long has a late rank in it, or a slow network; [`record`](allstream::Comm::record) writes what each rank
-//! did last, and `allstream trace --times` says which it is ([docs/slow.md](../docs/slow.md)).
+//! Teaches: a step takes too long because of a late rank or a slow network; [`record`](allstream::Comm::record), called on each rank, writes
+//! what that rank did last, and `allstream trace --times` tells a late rank from a slow network ([docs/slow.md](../docs/slow.md)).
 //!
-//! `allstream run -n 4 -- target/release/examples/17_slow late` has a rank that computes longer than the others; without `late`, none.
+//! In `allstream run -n 4 -- target/release/examples/17_slow late` one rank computes longer than the others; without `late` none does.
 
 use std::thread;
 use std::time::{Duration, Instant};

@@ -4,7 +4,7 @@
 //! of all ranks at the end; [`report`](allstream::train::Buckets::report) says how much of the communication the loop waited for.
 //! [docs/training.md](../docs/training.md) goes on from here.
 //!
-//! `allstream run -n 2 -- target/release/examples/18_buckets` (with `compress`: as numbers of 16 bits); run by itself it is one rank.
+//! `allstream run -n 2 -- target/release/examples/18_buckets` (with `compress`, gradients travel in 16 bits). Run by itself, it is one rank.
 
 use allstream::train::{Buckets, Options, Param};
 use allstream::{Comm, DType, Rendezvous};
@@ -30,7 +30,7 @@ fn transposed(a: &[f32], columns: usize) -> Vec<f32> {
     (0..columns).flat_map(|column| a.iter().skip(column).step_by(columns).copied()).collect()
 }
 
-/// A number from -0.5 to 0.5 that looks drawn.
+/// A pseudorandom number from -0.5 to 0.5.
 fn noise(seed: usize, i: usize) -> f32 {
     let mut bits = (seed << 20 | i) as u32;
     for _ in 0..2 {
@@ -39,7 +39,7 @@ fn noise(seed: usize, i: usize) -> f32 {
     (bits >> 8) as f32 / (1 << 24) as f32 - 0.5
 }
 
-/// The activations of each layer, its input first.
+/// The input, then the activations of each layer.
 fn forward(weights: &[Vec<f32>], input: Vec<f32>) -> Vec<Vec<f32>> {
     let mut all = vec![input];
     for weights in weights {
@@ -53,7 +53,7 @@ fn forward(weights: &[Vec<f32>], input: Vec<f32>) -> Vec<Vec<f32>> {
 
 async fn train(comm: Comm, options: Options) -> Result<()> {
     let (rank, shared) = (comm.rank(), comm.share());
-    // All ranks begin with the same weights, and each has a batch of its own, which is to be mapped to zero.
+    // All ranks begin with the same weights. Each has a batch of its own, and the network learns to map it to zero.
     let mut weights: Vec<Vec<f32>> =
         (0..LAYERS).map(|k| (0..WIDTH * WIDTH).map(|i| noise(k, i) * 0.15).collect()).collect();
     let input: Vec<f32> = (0..BATCH * WIDTH).map(|i| noise(100 + rank, i)).collect();
@@ -69,7 +69,7 @@ async fn train(comm: Comm, options: Options) -> Result<()> {
             delta.iter_mut().zip(&all[layer + 1]).for_each(|(d, y)| *d *= 1.0 - y * y);
             let mut grad = vec![0.0; WIDTH * WIDTH];
             multiply(&transposed(&all[layer], WIDTH), &delta, &mut grad, BATCH, WIDTH);
-            buckets.push(layer, grad)?; // on its way while the next layer's is computed
+            buckets.push(layer, grad)?; // on its way while the gradient of the layer before is computed
             let mut next = vec![0.0; BATCH * WIDTH];
             multiply(&delta, &transposed(&weights[layer], WIDTH), &mut next, WIDTH, WIDTH);
             delta = next;

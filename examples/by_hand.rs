@@ -13,7 +13,7 @@
 //!
 //! For each algorithm it prints what is moved at least (2 * size * (n-1)/n), the average time of a trial (the slowest
 //! rank's), their quotient as bandwidth, and what each rank sent and received in the last trial; with `--log` every
-//! message: who, what, how many elements, when. Every element of every trial is checked; it fails if one is wrong.
+//! message: who, what, how many elements, when. Every element of every trial is checked; the program fails if one is wrong.
 //! It starts its own processes, or runs under `allstream run`.
 
 #[path = "by_hand/launch.rs"]
@@ -44,12 +44,12 @@ fn add(into: &mut [f32], other: &[f32]) {
     }
 }
 
-/// The engine's own, to compare with.
+/// The engine's own all-reduce, to compare with.
 fn built_in(peer: &mut Peer, data: Vec<f32>) -> std::result::Result<Vec<f32>, Error> {
     Ok(peer.comm.all_reduce(data).wait()?)
 }
 
-/// Rank 0 receives from one rank after another and adds; then it sends the sum to one after another.
+/// Rank 0 receives from one rank after another and adds; then it sends the sum to one rank after another.
 ///
 /// Rank 0 moves 2 (n-1) times the data, and all others wait for it.
 fn naive(peer: &mut Peer, mut data: Vec<f32>) -> std::result::Result<Vec<f32>, Error> {
@@ -68,17 +68,17 @@ fn naive(peer: &mut Peer, mut data: Vec<f32>) -> std::result::Result<Vec<f32>, E
     Ok(data)
 }
 
-/// The data in n chunks. In n-1 steps each rank sends a chunk to the right and adds the one that comes from the left,
-/// the chunk just before; then one chunk is complete on each rank. In n-1 more the complete ones go round.
+/// The data is cut into n chunks. In each of n-1 steps a rank sends a chunk to the right, and adds the one that comes from
+/// the left to its own; then one chunk is complete on each rank. In n-1 more steps the complete chunks go round.
 ///
-/// Each rank moves 2 (n-1)/n times the data, which is the least that there is, in 2 (n-1) steps.
+/// Each rank moves 2 (n-1)/n times the data, which is the least possible, in 2 (n-1) steps.
 /// Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, 2009.
 fn ring(peer: &mut Peer, data: Vec<f32>) -> std::result::Result<Vec<f32>, Error> {
     let (rank, n, len) = (peer.rank(), peer.size(), data.len());
     let (left, right) = ((rank + n - 1) % n, (rank + 1) % n);
-    // Unequal where n does not divide the length; with fewer elements than ranks, some are empty.
+    // The lengths differ by one at most; with fewer elements than ranks, some chunks are empty.
     let lens: Vec<usize> = (0..n).map(|i| len * (i + 1) / n - len * i / n).collect();
-    // Rank r starts by sending chunk r, and goes on with the one before it, which it then has just received.
+    // Rank r sends chunk r first, then chunk r-1, which it has just received, and so on.
     let mut chunks: Vec<View<Vec<f32>>> = split(data, &lens)?;
     chunks.reverse();
     chunks.rotate_left(n - 1 - rank);
@@ -139,7 +139,7 @@ fn mst(peer: &mut Peer, data: Vec<f32>) -> std::result::Result<Vec<f32>, Error> 
     mst_broadcast(peer, all, sum)
 }
 
-/// Ranks `left..=right`, of which `root` has, or gets, what is reduced or broadcast.
+/// Ranks `left..=right`. Their `root` gets the sum in a reduce, and has the data in a broadcast.
 #[derive(Clone, Copy)]
 struct Half {
     root: usize,
@@ -148,7 +148,7 @@ struct Half {
 }
 
 impl Half {
-    /// The far end of the half in which the root is not: the root of that half. And the half that `rank` is in.
+    /// Cuts in two. Returns the root of the half without `self.root`, which is its far end, and the half that `rank` is in.
     fn cut(self, rank: usize) -> (usize, Half) {
         let Half { root, left, right } = self;
         let mid = (left + right) / 2;
@@ -194,21 +194,21 @@ fn mst_broadcast(peer: &mut Peer, all: Half, mut data: Vec<f32>) -> std::result:
     mst_broadcast(peer, half, data)
 }
 
-/// Element `i` of a rank: small whole numbers, whose sums are exact in `f32`, and other ones in each chunk.
+/// Element `i` of a rank's data: a small whole number, so that sums are exact in `f32`. Chunks hold different numbers.
 fn element(rank: usize, i: usize) -> f32 {
     (rank + 1 + i % 1021) as f32
 }
 
-/// The first element that is not the sum of all ranks', and what it is.
+/// Describes the first element that is not the sum over all ranks. `None` if all are right.
 fn wrong(data: &[f32], n: usize) -> Option<String> {
     let expected = |i: usize| (n * (n + 1) / 2 + n * (i % 1021)) as f32;
     let at = (0..data.len()).find(|i| data[*i] != expected(*i))?;
     Some(format!("element {at} is {}, expected {}", data[at], expected(at)))
 }
 
-/// What trials of one algorithm gave, the same on all ranks.
+/// The outcome of all trials of one algorithm, the same on all ranks.
 struct Outcome {
-    /// A trial, on the slowest rank; averaged.
+    /// How long a trial took on the slowest rank, on average.
     time: Duration,
     /// Ranks that found a wrong element in some trial.
     bad_ranks: u64,
@@ -219,7 +219,7 @@ fn measure(peer: &mut Peer, options: &Options, name: &str, algorithm: AllReduce)
     let mut data = vec![0.0_f32; options.size];
     let mut nanos = Vec::new();
     let mut problem = None;
-    // One more, to touch all memory and make all connections.
+    // One trial more, which does not count: it touches all memory and makes all connections.
     for trial in 0..=options.trials {
         data.iter_mut().enumerate().for_each(|(i, x)| *x = element(rank, i));
         peer.log.clear();
@@ -244,7 +244,7 @@ fn measure(peer: &mut Peer, options: &Options, name: &str, algorithm: AllReduce)
     Ok(Outcome { time: Duration::from_nanos(total / options.trials as u64), bad_ranks })
 }
 
-/// The line of the notebook, and whether the sums were right.
+/// Prints the line of an algorithm: bytes, time, bandwidth, and whether the sums were right.
 fn report(options: &Options, n: usize, name: &str, outcome: &Outcome) {
     const MB: f64 = (1 << 20) as f64;
     let moved = 2.0 * (options.size * size_of::<f32>()) as f64 * (n - 1) as f64 / n as f64;
@@ -261,7 +261,7 @@ fn report(options: &Options, n: usize, name: &str, outcome: &Outcome) {
     );
 }
 
-/// What each rank does. Whether all sums were right.
+/// What each rank does. Returns whether all sums were right.
 fn run(comm: Comm, options: &Options) -> Result<bool> {
     let mut peer = Peer::new(comm);
     let (speaks, n) = (peer.rank() == 0, peer.size());

@@ -7,9 +7,9 @@ pub(crate) const PIXELS: usize = 64;
 /// Number of classes, the digits 0 to 9.
 pub(crate) const CLASSES: usize = 10;
 
-/// Every this-many-th row is held out for testing.
+/// One row in this many is held out for testing.
 const HELD_OUT: usize = 5;
-/// The darkest pixel; pixels are scaled by it to 0..=1.
+/// The darkest pixel's value in the data set. Pixels are divided by it, which gives 0..=1.
 const DARKEST: u8 = 16;
 
 const TEXT: &str = include_str!("../data/digits.txt");
@@ -17,7 +17,7 @@ const TEXT: &str = include_str!("../data/digits.txt");
 /// One image and what it shows.
 #[derive(Clone, Debug)]
 pub(crate) struct Digit {
-    /// Brightness row by row, 0 to 1.
+    /// How dark each pixel is, row by row: 0 (white) to 1.
     pub(crate) pixels: [f32; PIXELS],
     /// The digit shown, below [`CLASSES`].
     pub(crate) label: usize,
@@ -32,10 +32,10 @@ pub(crate) struct Split {
     pub(crate) test: Vec<Digit>,
 }
 
-/// A line of the data set that is not a digit.
+/// The error for a line of the data set that does not describe a digit.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct BadLine {
-    /// Its number, from 1.
+    /// The line's number, from 1.
     line: usize,
     problem: Problem,
 }
@@ -93,7 +93,7 @@ fn parse_line(line: &str) -> Result<Digit, Problem> {
     Ok(Digit { pixels, label })
 }
 
-/// The brightness that one base-17 digit stands for.
+/// How dark a pixel is, from 0 to 1, if this base-17 digit stands for it.
 fn brightness(c: char) -> Option<f32> {
     let level = c.to_digit(u32::from(DARKEST) + 1)?;
     let level = u8::try_from(level).ok()?;
@@ -127,7 +127,7 @@ mod tests {
         assert_eq!(counts, [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]);
         let values = digits.iter().flat_map(|d| d.pixels);
         assert!(values.clone().all(|p| (0.0..=1.0).contains(&p)));
-        // The sum over the source file, in sixteenths: no pixel was lost on the way.
+        // The sum of all pixels in the source's file, in sixteenths: no pixel was lost on the way.
         let sum: f32 = digits.iter().map(|d| d.pixels.iter().sum::<f32>() * 16.0).sum();
         assert_eq!(sum, 561_718.0);
     }

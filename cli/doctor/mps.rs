@@ -1,4 +1,4 @@
-//! A daemon of NVIDIA's Multi-Process Service for one probe.
+//! Runs one probe with a daemon of NVIDIA's Multi-Process Service (MPS).
 
 use std::ffi::OsString;
 use std::io::Write;
@@ -11,13 +11,13 @@ use super::driver::{Problem, problem, soon};
 use super::facts::Facts;
 use super::process::{Ask, ask as ask_probe, ended};
 
-/// The probe that is asked beside it.
+/// The probe that is asked while the daemon runs.
 pub(crate) const NAME: &str = "hop-mps";
 const CONTROL: &str = "nvidia-cuda-mps-control";
-/// How long the daemon may take to come, and to go.
+/// How long the daemon may take to start, and to end.
 const PATIENCE: Duration = Duration::from_secs(3);
 
-/// Asks the probe with a daemon of its own.
+/// Asks the probe, for which a daemon is started and ended.
 pub(crate) fn ask(facts: &Facts, device: usize, end: Instant) -> Outcome {
     if Path::new(&facts.driver).file_name().is_none_or(|name| name != "libcuda.so.1") {
         let remark = format!("not tried: it is for libcuda.so.1, and the driver here is {}", facts.driver);
@@ -38,7 +38,7 @@ pub(crate) fn ask(facts: &Facts, device: usize, end: Instant) -> Outcome {
     }
 }
 
-/// The daemon, in the foreground and so a child of this process, with folders of its own: it ends with this.
+/// The daemon, with folders of its own. It runs in the foreground, and so is a child of this process; when this is dropped, it is ended.
 struct Daemon {
     control: PathBuf,
     folder: tempfile::TempDir,
@@ -72,7 +72,7 @@ impl Daemon {
         variables(self.folder.path())
     }
 
-    /// Tells it to end.
+    /// Tells the daemon to end, by another run of its program.
     fn quit(&self) -> Result<(), Problem> {
         let mut command = Command::new(&self.control);
         command.envs(self.variables()).stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null());

@@ -8,7 +8,7 @@ use std::time::SystemTime;
 use super::Job;
 
 const VARIABLE: &str = "ALLSTREAM_TRACE_DIR";
-/// [`prune`] leaves the directories of so many jobs: those that changed last.
+/// How many directories of jobs [`prune`] leaves: those that changed last.
 const KEPT: usize = 64;
 
 /// The directory of a job's flight recorders.
@@ -20,15 +20,15 @@ pub(super) struct Records {
 }
 
 impl Records {
-    /// The directory that the user names by [`VARIABLE`], or else one of this job's own. The same variable then names it to the ranks, and
-    /// the first rank that writes a flight recorder makes it.
+    /// The directory that the user names by [`VARIABLE`], or else one of this job's own. In either case the ranks find its name in
+    /// [`VARIABLE`], and the first rank that writes a flight recorder makes it.
     pub(super) fn of(job: &mut Job) -> Records {
         let given = job.env.iter().rev().find(|(key, _)| key == VARIABLE).map(|(_, value)| value.clone());
         let dir = match given.or_else(|| std::env::var_os(VARIABLE)) {
             Some(off) if off == "off" => None,
             Some(dir) => Some(dir.into()),
             None => {
-                // As in the engine's default, the user's number is in the name: the first user would own a directory for all.
+                // The user's number is in the name, as in the engine's default: one name for all users would be the first user's directory.
                 let user = rustix::process::geteuid().as_raw();
                 let all = std::env::temp_dir().join(format!("allstream-{user}"));
                 prune(&all);

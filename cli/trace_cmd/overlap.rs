@@ -1,5 +1,5 @@
-//! `allstream trace --overlap`: of each step of a training loop how long it computed, how long its buckets took, and how much of that was
-//! exposed. Of the records of `train::Buckets`.
+//! `allstream trace --overlap`: for each step of a training loop, how long the loop computed, how long the buckets took, how much of that
+//! was hidden behind computing, and how long the loop still waited (exposed). `train::Buckets` records the steps.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -11,7 +11,7 @@ use super::{CommRecord, Operation};
 /// Steps of each rank that are printed: the last ones.
 const PRINTED: usize = 4;
 
-/// One step of one rank. Milliseconds.
+/// One step of one rank. Times are in milliseconds.
 #[derive(Debug, Serialize)]
 pub(super) struct StepReport {
     pub(super) step: u64,
@@ -22,7 +22,7 @@ pub(super) struct StepReport {
     pub(super) buckets: Vec<BucketReport>,
 }
 
-/// One bucket of it. Times count from the beginning of the step.
+/// One bucket of a step. Times count from the beginning of the step, except `hidden_ms`, which is a duration.
 #[derive(Debug, Serialize)]
 pub(super) struct BucketReport {
     pub(super) call: String,
@@ -32,7 +32,7 @@ pub(super) struct BucketReport {
     pub(super) hidden_ms: f64,
 }
 
-/// The steps of a rank that its file still knows of.
+/// The steps that a rank's file still holds.
 pub(super) fn steps(comm: &CommRecord) -> Vec<StepReport> {
     let by_number: BTreeMap<u64, &Operation> =
         comm.operations.iter().filter(|o| !o.point_to_point()).map(|o| (o.number, o)).collect();
@@ -62,7 +62,7 @@ pub(super) fn steps(comm: &CommRecord) -> Vec<StepReport> {
     comm.steps.iter().map(each).collect()
 }
 
-/// A row for each of the last steps of each rank, and the buckets of the very last.
+/// Writes a row for each of the last steps of each rank, and the buckets of the last step of the first rank that has any.
 pub(super) fn render(out: &mut String, steps: &BTreeMap<usize, Vec<StepReport>>) {
     if steps.values().all(Vec::is_empty) {
         return;

@@ -1,7 +1,7 @@
 //! `allstream trace --perfetto`: the records of all ranks as a trace that <https://ui.perfetto.dev> and `chrome://tracing` draw: a process
-//! for each rank, and in it a row for each communicator's operations, one for its messages, and one for the steps of a training loop.
+//! for each rank, and in it rows for each communicator: its operations, those that are queued, its messages, and steps of a training loop.
 //!
-//! The format is the Trace Event Format of Chrome: microseconds, here by rank 0's clock from the first event of all.
+//! The format is the Trace Event Format of Chrome. Times are microseconds by rank 0's clock, from the first event of all ranks.
 
 use serde_json::{Value, json};
 
@@ -10,7 +10,7 @@ use super::{Recording, State};
 /// Rows of one communicator: operations that run, those that are queued, messages, steps.
 const ROWS: usize = 4;
 
-/// The trace of these records. Those of several worlds stand side by side.
+/// The trace of these records. Records of several worlds stand side by side.
 pub(super) fn trace(recordings: &[Recording]) -> Value {
     let mut events = Vec::new();
     for (process, recording) in recordings.iter().enumerate() {
@@ -88,7 +88,7 @@ struct Rows<'a> {
 }
 
 impl Rows<'_> {
-    /// Names a row when the first event comes.
+    /// The number of a row, which is named when its first event comes.
     fn name(&mut self, row: usize) -> usize {
         let thread = self.first + row;
         if !std::mem::replace(&mut self.named[row], true) {
@@ -102,7 +102,7 @@ impl Rows<'_> {
         thread
     }
 
-    /// What has a row to itself: no two of these overlap.
+    /// An event of a row whose events must not overlap.
     fn row(&mut self, row: usize, name: &str, (from, to): (f64, f64), args: Value) {
         let (thread, dur) = (self.name(row), (to - from).max(0.0));
         self.events.push(json!({
@@ -110,7 +110,7 @@ impl Rows<'_> {
         }));
     }
 
-    /// What may overlap: a beginning and an end, which the viewer puts below each other.
+    /// An event that may overlap others of its row: a beginning and an end. The viewer puts such events below each other.
     fn beside(&mut self, row: usize, name: &str, (from, to): (f64, f64), args: Value) {
         let thread = self.name(row);
         self.ids += 1;

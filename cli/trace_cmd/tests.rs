@@ -139,7 +139,7 @@ fn messages_that_wait_are_named_with_their_peer_and_tag() {
     assert_eq!(findings(&report), [expected]);
 }
 
-/// Two ranks of which the second calls `late` ms after the first each time, and which take `takes` ms from there.
+/// Ten calls of two ranks. Rank 1 always calls `late` ms after rank 0, and the operation then takes `takes` ms.
 fn timed(late: f64, takes: f64) -> Report {
     let files = (0..2).map(|rank| {
         let calls = (0..10).map(|number| {
@@ -223,13 +223,13 @@ fn the_table_says_what_is_expected() {
     files.iter_mut().for_each(|file| file.comms[0].link = "shm".into());
     let report = merge(files, &Wanted { times: Some(Some(&table)), overlap: false, asked: false });
     let [times] = &report.worlds[0].communicators[0].times[..] else { panic!("{report:?}") };
-    // Half way between 10 and 40 us, by their ratio.
+    // 32 bytes are half way between 16 and 64 on a logarithmic scale, and so are 20 us between 10 and 40.
     assert!((times.expected_ms.unwrap() - 0.02).abs() < 1e-6, "{times:?}");
     assert!(times.verdict.contains("500.0 us where 20.0 us are expected"), "{times:?}");
     assert!(times.verdict.starts_with("It is the network, or the machine"), "{times:?}");
 }
 
-/// A rank with two buckets: one is over before the step is to be finished, the other half a millisecond after.
+/// A rank with two buckets: one ends before the computing of the step does, the other half a millisecond after.
 fn with_a_step() -> Recording {
     let bucket = |number: u64, [submitted, started, finished]: [f64; 3]| {
         serde_json::json!({
@@ -295,7 +295,7 @@ fn a_trace_has_a_row_for_operations_messages_and_steps() {
     let expected = [(call, 1e3, 1e3), (call, 2e3, 2.5e3), ("compute", 0.0, 4e3), ("exposed", 4e3, 600.0)];
     assert_eq!(spans, expected);
     let beside: Vec<_> = events.iter().filter(|event| event["ph"] == "b").collect();
-    assert_eq!(beside.len(), 2, "the second bucket queued, and a message came to no end");
+    assert_eq!(beside.len(), 2, "the wait of the second bucket in the queue, and a message without an end");
     assert_eq!(beside[1]["name"], "recv from rank 0 tag 3");
     for begun in beside {
         let ends = |event: &&serde_json::Value| event["ph"] == "e" && event["id"] == begun["id"];

@@ -11,9 +11,9 @@ use serde::Serialize;
 use super::ranks::name_ranks;
 use super::{CommRecord, Operation, Recording, State};
 
-/// A rank that comes last in so large a part of the calls is the one that is waited for.
+/// A rank that comes last in at least this part of the calls is the one for which the others wait.
 const MOSTLY: f64 = 0.7;
-/// An operation that takes so many times what is expected is slow.
+/// An operation that takes more than this many times the expected time is slow.
 const SLOW: f64 = 2.0;
 /// Clocks drift apart by up to so many microseconds a second.
 const DRIFT: f64 = 20.0;
@@ -23,7 +23,7 @@ const DRIFT: f64 = 20.0;
 pub(super) struct Times {
     /// The call, as the ranks made it.
     pub(super) call: String,
-    /// How often: those that all ranks with a file have finished and still know of.
+    /// The number of calls that all ranks with a file have finished and still have on record.
     pub(super) calls: usize,
     /// Ranks that have no file: whether they came last is not known.
     pub(super) unknown: Vec<usize>,
@@ -33,17 +33,17 @@ pub(super) struct Times {
     pub(super) late_ms: Spread,
     /// Milliseconds from the last call until the last rank had its result.
     pub(super) after_ms: Spread,
-    /// Milliseconds from one call to the next.
+    /// Milliseconds from one call to the next (median).
     pub(super) between_ms: Option<f64>,
-    /// Milliseconds that it would take, as the tuner's table has measured or predicts it.
+    /// Milliseconds that the operation should take, as measured in the tuner's table or predicted from it.
     pub(super) expected_ms: Option<f64>,
-    /// Milliseconds by which times of different hosts may be wrong.
+    /// Milliseconds by which times that were converted to rank 0's clock may be wrong.
     pub(super) clocks_ms: f64,
-    /// What it comes to.
+    /// What follows from all of this, in a sentence.
     pub(super) verdict: String,
 }
 
-/// A median, and what nine of ten are within.
+/// A median, and the value that nine of ten do not exceed.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub(super) struct Spread {
     pub(super) median: f64,
@@ -80,7 +80,7 @@ pub(super) fn times(
     table: Option<&Table>,
 ) -> Vec<Times> {
     let Some(first) = views.values().next() else { return Vec::new() };
-    // Of ranks that have left no file nothing is known: those that died, say.
+    // Nothing is known of ranks that have left no file, such as those that died.
     let ranks = views.len();
     if ranks < 2 {
         return Vec::new();
@@ -108,7 +108,7 @@ pub(super) fn times(
         let complete: Vec<_> = by_number.values().filter(|by_rank| by_rank.len() == ranks).collect();
         let Some(operation) = complete.first().and_then(|by_rank| by_rank.values().next()) else { continue };
         let each = |by_rank: &&BTreeMap<usize, &Operation>| {
-            // One that was queued behind others had come when its turn came.
+            // A rank whose operation was queued behind others counts as come when the operation began.
             let came = |(rank, o): (&usize, &&Operation)| {
                 (*rank, (o.started_us.unwrap_or(o.submitted_us).max(o.submitted_us) + clock(*rank)) / 1e3)
             };
@@ -139,7 +139,7 @@ pub(super) fn times(
     all
 }
 
-/// The host that has more ranks of these than cores, if there is one: its name, ranks and cores.
+/// The host on which more of these ranks run than there are cores that one of them may use, if there is one: its name, ranks and cores.
 fn crowded(files: &BTreeMap<usize, Recording>, members: &[usize]) -> Option<(String, usize, usize)> {
     let mut hosts: BTreeMap<u32, (usize, &Recording)> = BTreeMap::new();
     for file in members.iter().filter_map(|member| files.get(member)) {
@@ -150,7 +150,8 @@ fn crowded(files: &BTreeMap<usize, Recording>, members: &[usize]) -> Option<(Str
     over.max_by_key(|(ranks, _)| *ranks).map(|(ranks, file)| (file.host.clone(), ranks, file.cores))
 }
 
-/// Milliseconds that the table expects: measured near this size, or predicted from what was measured of such links.
+/// Milliseconds that the table expects: interpolated between the measured sizes around this one, or else predicted from the figures of such
+/// links.
 fn expected(
     table: Option<&Table>,
     operation: &Operation,
@@ -180,7 +181,7 @@ fn expected(
             Some((a.ln() + part * (b.ln() - a.ln())).exp())
         }
         (Some((_, us)), Some(_)) => Some(*us),
-        // Between no two sizes: as the model says.
+        // The size is not between two measured ones, so the model predicts the time.
         _ => {
             let algo: Algo = operation.algo.as_deref()?.parse().ok()?;
             let alike = |f: &&Figures| (f.group.link, f.group.hosts) == (link, group.hosts);
@@ -191,7 +192,7 @@ fn expected(
     us.map(|us| us / 1e3)
 }
 
-/// The sentence that answers the question.
+/// The sentence that answers "is it my network or my code?".
 fn verdict(times: &Times, crowded: Option<(String, usize, usize)>) -> String {
     let Times { late_ms, after_ms, expected_ms, last, calls, .. } = times;
     let (late, after) = (late_ms.median, after_ms.median);
@@ -247,7 +248,7 @@ fn verdict(times: &Times, crowded: Option<(String, usize, usize)>) -> String {
     format!("Ranks come together, and the operation takes {beside}{share}.{cores}")
 }
 
-/// With a unit that suits it.
+/// A time with a unit that suits its size.
 fn millis(ms: f64) -> String {
     match ms {
         ms if ms >= 1000.0 => format!("{:.2} s", ms / 1e3),
@@ -256,7 +257,7 @@ fn millis(ms: f64) -> String {
     }
 }
 
-/// As it is printed.
+/// Appends the times as they are printed.
 pub(super) fn render(out: &mut String, all: &[Times]) {
     for times in all {
         let _ = writeln!(out, "  {} calls of {}", times.calls, times.call);

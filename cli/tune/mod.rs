@@ -28,13 +28,13 @@ pub(crate) use show::info;
 /// Numbers of ranks for which times are predicted, beside those that are measured.
 const PREDICTED: [usize; 11] = [2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32];
 
-/// From this size on a ring says what the bandwidth is.
+/// From this size on, a ring's time tells the bandwidth.
 const STREAM: u64 = 64 << 10;
 
 /// Options of `allstream tune`.
 #[derive(Debug, Args)]
 pub(crate) struct TuneArgs {
-    /// Ranks to start, one job for each number, as 2,4. Without it, under a launcher, be one of the ranks
+    /// How many ranks to start (default 2), one job for each number, as 2,4. Without it, under a launcher, be one of the ranks
     #[arg(short = 'N', long, value_delimiter = ',', value_name = "RANKS")]
     ranks: Vec<NonZeroUsize>,
     /// Classes of links to measure
@@ -50,7 +50,7 @@ pub(crate) struct TuneArgs {
     /// Sizes of a rank's largest buffer, in bytes
     #[arg(long, value_delimiter = ',', value_parser = size, default_value = "4,1K,16K,64K,256K,1M,4M,16M")]
     sizes: Vec<u64>,
-    /// The table; what is measured is added to what is there [default: allstream/tuning.json in the user's folder for caches]
+    /// The table's file; what is measured is added to what it has [default: allstream/tuning.json in the user's folder for caches]
     #[arg(short = 'o', long, value_name = "FILE")]
     output: Option<PathBuf>,
     /// Be one of the ranks, as the launcher's environment says
@@ -64,10 +64,10 @@ pub(crate) struct TuneArgs {
     worker_json: Option<PathBuf>,
 }
 
-/// A class of links that there is.
+/// Reads the name of a class of links. `auto` is not a class.
 fn class(name: &str) -> Result<LinkClass, String> {
     let choice: LinkChoice = name.parse()?;
-    choice.class().ok_or_else(|| "name a class: what is measured is measured of one".into())
+    choice.class().ok_or_else(|| "`auto` cannot be measured: name a class of links".into())
 }
 
 /// What one job has found.
@@ -107,7 +107,7 @@ pub(crate) fn run(args: &TuneArgs) -> Result<Exit, BoxError> {
     Ok(Exit::SUCCESS)
 }
 
-/// One rank of a launcher's, of our own or the user's; or all of them, as threads.
+/// Runs as one rank of a job that our launcher or the user's has started; or runs all ranks, as threads.
 fn be_one(args: &TuneArgs, output: &Path) -> Result<Exit, BoxError> {
     let [class] = args.link[..] else {
         return Err(
@@ -126,11 +126,11 @@ fn be_one(args: &TuneArgs, output: &Path) -> Result<Exit, BoxError> {
     Ok(Exit::SUCCESS)
 }
 
-/// What rank 0 has found.
+/// Measures as one rank of a job. Rank 0 returns what was found, other ranks `None`.
 fn as_rank(args: &TuneArgs, class: LinkClass) -> Result<Option<Found>, BoxError> {
     let runtime = perf::runtime()?;
     let rendezvous = Rendezvous::from_env()?.tuning(None);
-    // Between the hosts of a user's launcher it is TCP, and inside them what it is in other jobs.
+    // Under a user's launcher `tcp` means the links of other jobs: in a host the nearest, between hosts TCP, or RDMA if all have it.
     let as_it_is = class == LinkClass::TCP && !args.worker;
     let rendezvous = if as_it_is { rendezvous } else { rendezvous.link(class.into()) };
     let mut comm = runtime.block_on(Comm::connect(rendezvous))?;
@@ -166,7 +166,7 @@ fn in_processes(args: &TuneArgs, class: LinkClass, ranks: usize) -> Result<Found
     if class == LinkClass::INPROC {
         own.extend(["--worker-threads".into(), ranks.to_string().into()]);
     }
-    // Every algorithm is to be there, and none chosen by the table that is being made.
+    // Every algorithm must be allowed, and an older table must not choose any.
     let env = [(tuning::VARIABLE, "off"), ("ALLSTREAM_DETERMINISTIC", "0")]
         .map(|(name, value)| (name.into(), value.into()));
     let (program, args) = own::program(own)?;
@@ -183,7 +183,7 @@ fn in_threads(args: &TuneArgs, ranks: usize) -> Result<Found, BoxError> {
     Ok(found.swap_remove(0))
 }
 
-/// `allstream perf` with these arguments, on a communicator that is there.
+/// Runs `allstream perf` with these arguments on an existing communicator.
 fn perf(comm: &mut Comm, class: LinkClass, args: &[&str]) -> Result<Report, BoxError> {
     #[derive(Parser)]
     struct Line {
@@ -200,7 +200,7 @@ fn measure(comm: &mut Comm, args: &TuneArgs, class: LinkClass) -> Result<Found, 
     sizes.sort_unstable();
     let sizes: Vec<_> = sizes.iter().map(u64::to_string).collect();
     let mut reports = Vec::new();
-    // All_reduce says what the links are like.
+    // All_reduce is always measured: the figures of the links come from its times.
     let others = args.collectives.iter().filter(|kind| **kind != Kind::AllReduce);
     for kind in [Kind::AllReduce].iter().chain(others) {
         let line = [kind.name(), "--check-tuning", "-c", "0", "--sizes", &sizes.join(",")];
@@ -244,8 +244,8 @@ impl Found {
         )
     }
 
-    /// What the model needs: what makes it right for the ring, of the least bytes (the latency) and of the most (the
-    /// bandwidth), and of the least where every rank sends to all (the work for a frame).
+    /// The figures with which the model predicts three measured times of all_reduce: of the ring with the fewest bytes (the latency) and
+    /// with the most (the bandwidth), and of one_shot, where every rank sends to all, with the fewest (the work for a frame).
     fn figures(&self) -> Result<Figures, BoxError> {
         let mut figures = Figures {
             group: self.group,
@@ -269,7 +269,7 @@ impl Found {
             let measured = measured
                 .ok_or_else(|| format!("all_reduce by {algo} was not measured: is deterministic mode on?"))?;
             let (mut low, mut high) = range;
-            // What is set makes it slower. By halves of the ratio: it may be anything.
+            // A larger value makes the prediction slower. Bisects the logarithm, as the value may be of any magnitude.
             for _ in 0..30 {
                 let middle = (low * high).sqrt();
                 set(&mut figures, middle);
@@ -279,11 +279,11 @@ impl Found {
             }
             Ok(())
         };
-        // Each changes the others a little.
+        // Each fit changes what the others should have found a little, so all are repeated.
         for _ in 0..3 {
             fit(least, Algo::Ring, |figures, us| figures.latency_us = us, (0.01, 1e5))?;
             fit(least, Algo::OneShot, |figures, us| figures.frame_us = us, (0.01, 1e5))?;
-            // Of a few bytes it says nothing.
+            // The time of a few bytes says nothing about the bandwidth.
             if most.0 >= STREAM {
                 fit(most, Algo::Ring, |figures, us| figures.bandwidth = 1e6 / us, (1e-6, 10.0))?;
             }
@@ -292,7 +292,7 @@ impl Found {
     }
 }
 
-/// The table of what was measured, and of what follows.
+/// The table of what was measured, and of what is predicted from it.
 fn table(found: &[Found]) -> Result<Table, BoxError> {
     let figures = found.iter().map(Found::figures).collect::<Result<Vec<Figures>, BoxError>>()?;
     let mut rows: Vec<Row> = Vec::new();
@@ -305,7 +305,7 @@ fn table(found: &[Found]) -> Result<Table, BoxError> {
             }
         }
     }
-    // Other numbers of ranks, by the figures of the nearest that were there; not across hosts, whose number would differ.
+    // Other numbers of ranks are predicted with the figures of the nearest measured number; not across hosts, as their number would differ.
     let apart = |f: &Figures, ranks: usize| ((f.group.ranks as f64).ln() - (ranks as f64).ln()).abs();
     for ranks in PREDICTED {
         let measured: BTreeSet<_> = figures.iter().map(|f| f.group.link).collect();
@@ -349,7 +349,7 @@ fn conclude(output: &Path, found: &[Found]) -> Result<(), BoxError> {
     let new = table(found)?;
     let console = Console::new(true);
     show::lines(&new, true).iter().try_for_each(|line| console.line(line))?;
-    // One that cannot be read is no reason to lose what was measured now.
+    // An old table that cannot be read is no reason to lose what was measured now.
     let mut all = match output.exists().then(|| Table::read(output)) {
         Some(Ok(table)) => table,
         Some(Err(error)) => {

@@ -1,4 +1,4 @@
-//! What a step would take with more workers than there are: the collectives by the simulator, computing as it was measured.
+//! How long a step would take with more workers than there are: collectives as the simulator predicts, computing as measured.
 
 use std::time::Duration;
 
@@ -9,10 +9,10 @@ use allstream::sim::{self, simulate};
 use super::Result;
 use super::network::{Network, Times};
 
-/// Ranks pass on what has come of a frame from this size on, and simulated frames arrive whole.
+/// Real ranks pass on a part of a frame once this many bytes have come. Simulated frames arrive whole, so they are made this small.
 const SLICE: usize = 32 << 10;
 
-/// Seconds of a step by each system, in their order, on lines of a latency (seconds) and a bandwidth (bytes a second).
+/// Seconds of a step by each system, in the order of `SYSTEMS`. `line`: latency (seconds) and bandwidth (bytes a second).
 pub(crate) fn seconds(n: usize, network: &Network, times: &Times, line: (f64, f64)) -> Result<[f64; 3]> {
     let mut net = sim::Network::new(Duration::from_secs_f64(line.0), line.1);
     net.slice = Some(SLICE);
@@ -25,7 +25,7 @@ pub(crate) fn seconds(n: usize, network: &Network, times: &Times, line: (f64, f6
     let by_owner = collective(Kind::Reduce, layer)? + collective(Kind::Broadcast, layer)?;
     let whole = collective(Kind::AllReduce, layer * layers)?;
     let bucket = collective(Kind::AllReduce, layer)?;
-    // A bucket begins when its gradient is there and the one before it is done.
+    // A bucket's all-reduce begins when its gradient is there and the all-reduce before it is done.
     let (mut ready, mut done) = (times.forward, 0.0_f64);
     for time in times.layers.iter().rev() {
         ready += time;

@@ -1,4 +1,4 @@
-//! The processes: this one is rank 0 and starts the others, each in a network namespace of its own if there are any.
+//! The processes: this one is rank 0 and starts the others, each in a network namespace of its own if `--netns` names them.
 
 #[path = "../shared/others.rs"]
 mod others;
@@ -30,7 +30,7 @@ pub(crate) fn join(rank: impl AsyncFnOnce(&mut Comm) -> Result<()>) -> Result<()
     })
 }
 
-/// Runs `rank` as rank 0 of `ranks`, after starting the others, which run this program with the same options. They meet over TCP, also
+/// Runs `rank` as rank 0 of `ranks`, after starting the others, which run this program with the same options. All links are TCP, also
 /// on one host.
 pub(crate) fn start<T>(
     ranks: usize,
@@ -44,7 +44,7 @@ pub(crate) fn start<T>(
     })?;
     let at = listener.local_addr()?;
     let token = secret()?;
-    // In namespaces each rank is a host of its own.
+    // In network namespaces each rank counts as a host of its own.
     let host_id = |rank: usize| if netns.is_some() { format!("study-{rank}") } else { "study".into() };
     let mut others = Others(Vec::new());
     for rank in 1..ranks {

@@ -6,8 +6,8 @@
 //! trains on n times as many examples. Every way ends with the same weights, which is checked.
 //!
 //! It prints a table as the design document of Ray's collective library has it ("ray.util.collective", its study of spaCy): the mean and
-//! the standard deviation of some trials, the speed-up over the parameter server, and the scalability, which is n * t1 / tn. `--chart`
-//! draws it.
+//! the standard deviation of some trials, the speed-up over the parameter server, and the scalability n * t1 / tn, where
+//! tn is the time of n workers. `--chart` draws the table.
 //!
 //! ```sh
 //! cargo run --release --example 14_study                               # 1, 2, 4, 8 processes of this host over TCP
@@ -41,7 +41,7 @@ type Result<T> = std::result::Result<T, Box<dyn std::error::Error + Send + Sync>
 /// How far the weights of two systems may be from each other.
 const NEAR: f32 = 1e-5;
 
-/// The same training by a sharded parameter server, by all-reduce, and by overlapped buckets.
+/// One training by a sharded parameter server, by all-reduce, and by overlapped buckets.
 #[derive(Parser)]
 struct Options {
     /// How many workers, one row of the table for each
@@ -67,10 +67,10 @@ struct Options {
     /// The address of rank 0
     #[arg(long, default_value = "127.0.0.1")]
     listen: IpAddr,
-    /// Rank r runs in the network namespace of this name with r behind it; this program itself runs in that of rank 0
+    /// Rank r runs in the network namespace PREFIX followed by r; start this program, which is rank 0, in that of rank 0
     #[arg(long, value_name = "PREFIX")]
     netns: Option<String>,
-    /// Rows for so many workers by `allstream sim`, on lines of this latency and bandwidth
+    /// Add rows for so many workers by the simulator of `allstream sim`, on lines of --latency-us and --bandwidth
     #[arg(long, value_delimiter = ',', requires_all = ["latency_us", "bandwidth"], value_parser = at_least_one())]
     simulate: Vec<u64>,
     /// Microseconds from worker to worker
@@ -99,12 +99,12 @@ enum Computing {
     Communicating,
 }
 
-/// What a rank does: all trials of all systems. The seconds of each system's trials, on the slowest rank.
+/// What a rank does: all trials of all systems. Returns the seconds of each system's trials, on the slowest rank.
 async fn study(comm: &mut Comm, options: &Options, alone: Option<Times>) -> Result<Vec<Vec<f64>>> {
     let new = || Network::new(options.width as usize, options.layers as usize);
     let times = match options.computing {
         Computing::Real => None,
-        // Rank 0 has measured it.
+        // Rank 0 has measured how long computing takes.
         Computing::Sleep => Some(Times::shared(comm, alone.unwrap_or_default()).await?),
         Computing::Communicating => {
             let silent = Times::even(0.0, options.layers as usize);
@@ -119,7 +119,7 @@ async fn study(comm: &mut Comm, options: &Options, alone: Option<Times>) -> Resu
             if comm.rank() == 0 {
                 let n = comm.size();
                 eprintln!(
-                    "{n} workers: an all-reduce of all gradients takes {total:.4} s, so computing does"
+                    "{n} workers: an all-reduce of all gradients takes {total:.4} s, so computing takes as long"
                 );
             }
             Some(Times::shared(comm, Times::even(total, options.layers as usize)).await?)
@@ -134,7 +134,7 @@ async fn study(comm: &mut Comm, options: &Options, alone: Option<Times>) -> Resu
             let first = first.get_or_insert_with(|| worker.network.clone());
             let mine = worker.network.difference(first);
             let most = comm.op(ReduceOp::Max).all_reduce_value(mine).await?;
-            // A number that is none is not near anything.
+            // NaN is not near anything.
             if most.is_nan() || most > NEAR {
                 let (least, _) = SYSTEMS[0];
                 return Err(format!(

@@ -8,7 +8,7 @@ use allstream::Comm;
 use super::Result;
 
 const RATE: f32 = 0.05;
-/// Passes of which the fastest says how long computing takes.
+/// Passes that are timed, of which the fastest counts.
 const PASSES: usize = 7;
 
 /// Dense layers of `tanh` units. Row `i` of a layer has the weights of its input `i`.
@@ -18,7 +18,7 @@ pub(crate) struct Network {
     pub(crate) layers: Vec<Vec<f32>>,
 }
 
-/// Some numbers between -1 and 1, the same everywhere.
+/// Some number between -1 and 1 for each `i`, the same on all ranks.
 fn number(i: usize) -> f32 {
     (i.wrapping_mul(2_654_435_761) >> 8) as u16 as f32 / 32768.0 - 1.0
 }
@@ -51,7 +51,7 @@ impl Network {
         add(&mut self.layers[layer], -RATE, gradient);
     }
 
-    /// The largest difference of any weight; not a number where any weight is none.
+    /// The largest difference between a weight here and the same weight there; NaN is meant to count as the largest.
     pub(crate) fn difference(&self, other: &Network) -> f32 {
         let pairs = self.layers.iter().flatten().zip(other.layers.iter().flatten());
         pairs.map(|(a, b)| (a - b).abs()).fold(0.0, |most, d| if d <= most { most } else { d })
@@ -72,7 +72,7 @@ impl Network {
         values
     }
 
-    /// Writes the gradient of a layer; `slopes` is that of its outputs, and becomes that of its inputs.
+    /// Writes the gradient of a layer's weights. `slopes` is the gradient of the layer's outputs, and becomes that of its inputs.
     fn backward(&self, layer: usize, values: &[Vec<f32>], slopes: &mut [f32], gradient: &mut [f32]) {
         gradient.fill(0.0);
         let width = self.width;
@@ -97,7 +97,7 @@ pub(crate) struct Times {
 }
 
 impl Times {
-    /// All in the backward pass, the same in each layer.
+    /// The whole time in the backward pass, as long in each layer.
     pub(crate) fn even(total: f64, layers: usize) -> Times {
         Times { forward: 0.0, layers: vec![total / layers as f64; layers] }
     }
@@ -106,7 +106,7 @@ impl Times {
         self.layers.iter().sum()
     }
 
-    /// Those of rank 0, on all ranks.
+    /// Gives the times of rank 0 to all ranks.
     pub(crate) async fn shared(comm: &mut Comm, times: Times) -> Result<Times> {
         let all = std::iter::once(times.forward).chain(times.layers);
         let bytes = comm.broadcast_bytes(all.flat_map(f64::to_le_bytes).collect(), 0).await?;
@@ -157,7 +157,7 @@ impl Worker {
         Ok(())
     }
 
-    /// The values of all layers, and the gradient of the outputs: the network learns to turn each example round.
+    /// The values of all layers, and the gradient of the outputs. The network learns to reverse the numbers of each example.
     fn forward(&self) -> (Vec<Vec<f32>>, Vec<f32>) {
         let values = self.network.forward(&self.inputs);
         let goal = self.inputs.chunks_exact(self.network.width).flat_map(|x| x.iter().rev());
@@ -167,7 +167,7 @@ impl Worker {
         (values, slopes)
     }
 
-    /// How long the passes take here: of several, the fastest of each layer.
+    /// Times several passes on this machine; for the forward pass and for each layer the fastest counts.
     pub(crate) fn measure(&mut self) -> Times {
         let mut least = Times { forward: f64::MAX, layers: vec![f64::MAX; self.network.layers.len()] };
         for _ in 0..PASSES {

@@ -1,4 +1,4 @@
-//! The table and the chart, as the document has them.
+//! The table and the chart of the study.
 
 use std::fmt::Write;
 use std::ops::Range;
@@ -10,11 +10,11 @@ use plotters::prelude::*;
 use super::Result;
 use super::systems::SYSTEMS;
 
-/// Told apart by those who see few colours, too: Okabe and Ito, 2008.
+/// Colours that colour-blind readers can tell apart, too: Okabe and Ito, 2008.
 const COLORS: [RGBColor; 3] = [RGBColor(213, 94, 0), RGBColor(0, 114, 178), RGBColor(0, 158, 115)];
 const SIZE: (u32, u32) = (1200, 460);
 
-/// The times of one number of workers.
+/// The times with one number of workers.
 pub(crate) struct Row {
     workers: usize,
     is_simulated: bool,
@@ -32,19 +32,19 @@ impl Row {
         Row { workers, is_simulated: true, times: seconds.map(|seconds| (seconds, 0.0)) }
     }
 
-    /// How much faster than the parameter server.
+    /// How many times as fast as the parameter server.
     fn speed_up(&self, system: usize) -> f64 {
         self.times[0].0 / self.times[system].0
     }
 
-    /// Examples a second, of what one worker has.
+    /// How many times as many examples a second as with one worker.
     fn scalability(&self, rows: &[Row], system: usize) -> Option<f64> {
         let one = rows.iter().find(|row| row.workers == 1 && !row.is_simulated)?;
         Some(self.workers as f64 * one.times[system].0 / self.times[system].0)
     }
 }
 
-/// The deviation is that of a sample: of one trial there is none.
+/// The deviation is a sample's (divided by count - 1); 0 for a single trial.
 fn mean_and_deviation(trials: &[f64]) -> (f64, f64) {
     let count = trials.len() as f64;
     let mean = trials.iter().sum::<f64>() / count;
@@ -71,7 +71,7 @@ pub(crate) fn table(rows: &[Row]) -> String {
         cells.push(format!("{:.3}", row.times[2].0 / row.times[1].0));
         let scalability = |system| row.scalability(rows, system).map_or("-".into(), |x| format!("{x:.2}"));
         cells.extend((0..3).map(scalability));
-        let _ = writeln!(text, "| {} |", cells.join(" | ")); // a String takes everything
+        let _ = writeln!(text, "| {} |", cells.join(" | ")); // writing to a String cannot fail
     }
     text + "\n"
 }
@@ -116,7 +116,7 @@ fn panel(
     for (system, (name, _)) in SYSTEMS.into_iter().enumerate() {
         let color = COLORS[system];
         let points = series(system);
-        // Simulated rows are a line of their own: the same number of workers may also have been measured.
+        // Simulated rows get their own line, as the same number of workers may also have been measured.
         for simulated in [false, true] {
             let some = points.iter().filter(|point| point.2 == simulated);
             let line: Vec<(f64, f64)> = some.map(|(x, y, _)| (*x, *y)).collect();

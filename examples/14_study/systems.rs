@@ -22,7 +22,7 @@ pub(crate) const SYSTEMS: [(&str, System); 3] = [
     ("buckets", System::Buckets),
 ];
 
-/// So many steps, after one in which connections are made; the seconds that they took on the slowest rank.
+/// Trains one step, in which connections are made, and then `steps` more. Returns the seconds of the latter, on the slowest rank.
 pub(crate) async fn train(system: System, comm: &mut Comm, worker: &mut Worker, steps: u64) -> Result<f64> {
     let mut buckets = None;
     if let System::Buckets = system {
@@ -51,10 +51,10 @@ pub(crate) async fn train(system: System, comm: &mut Comm, worker: &mut Worker, 
     Ok(comm.op(ReduceOp::Max).all_reduce_value(mine).await?)
 }
 
-/// The backward pass; then each parameter is reduced to its owner, which makes its step and broadcasts the new weights.
+/// The backward pass; then each gradient is reduced to its parameter's owner, which makes the step and broadcasts the new weights.
 ///
-/// All of it is submitted as early as it can be. The collectives of one communicator run one after another, each on the lines of all
-/// workers.
+/// Each collective is submitted as early as possible. The collectives of one communicator run one after another, each on the lines of
+/// all workers.
 async fn parameter_server(comm: &mut Comm, worker: &mut Worker) -> Result<()> {
     let (rank, size) = (comm.rank(), comm.size());
     let mut reducing = Vec::new();

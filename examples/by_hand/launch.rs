@@ -1,4 +1,4 @@
-//! Options, and the processes: this one is rank 0 and starts the others.
+//! The options, and the processes: without a launcher this process is rank 0 and starts the others.
 
 #[path = "../shared/others.rs"]
 mod others;
@@ -22,7 +22,7 @@ usage: by_hand [options]
   --link LINK   auto, shm or tcp (default auto)
   --log         print every message of the last trial, not only what they come to";
 
-/// How long ranks wait for each other to come, and rank 0 for the others to end.
+/// How long ranks wait for each other at the start, and rank 0 for the others to end.
 const PATIENCE: Duration = Duration::from_secs(30);
 
 /// What is to be run; the same on all ranks.
@@ -71,15 +71,15 @@ impl Options {
     }
 }
 
-/// Runs `rank` as a rank: the one that the environment names if there is one (we are one of those that were started, by
-/// us or by a launcher), otherwise as rank 0 after starting the others.
+/// Runs `rank` on a communicator. If the environment names a rank (a launcher or rank 0 has started this process), this
+/// process is that rank; otherwise it starts the others and is rank 0.
 pub(crate) fn launch(options: &Options, rank: impl Fn(Comm) -> Result<bool>) -> Result<bool> {
     if std::env::var_os("RANK").is_some() {
         return rank(block_on(Comm::connect(Rendezvous::from_env()?.timeout(PATIENCE)))?);
     }
     let link: LinkChoice =
         options.link.parse().map_err(|wanted| format!("--link is `{}`; {wanted}", options.link))?;
-    // The socket is ours before anyone is told of its port.
+    // Rank 0 listens before the other ranks are told the port, so no other program can take it.
     let listener = TcpListener::bind("127.0.0.1:0")?;
     let at = listener.local_addr()?;
     let token = secret()?;
@@ -101,7 +101,7 @@ pub(crate) fn launch(options: &Options, rank: impl Fn(Comm) -> Result<bool>) -> 
     let meeting = Rendezvous::tcp(&format!("tcp://{at}"), 0, options.ranks)?;
     let meeting = meeting.token(token).link(link).timeout(PATIENCE).listener(listener);
     let right = rank(block_on(Comm::connect(meeting))?)?;
-    // A wrong sum (exit code 1) is not told again: rank 0 knows.
+    // A rank that ends with code 1 has found a wrong sum. This is not reported here, as rank 0 knows it already.
     others.wait(PATIENCE, |code| matches!(code, 0 | 1))?;
     Ok(right)
 }

@@ -11,12 +11,12 @@ pub(crate) struct Entry {
     pub(crate) sent: bool,
     pub(crate) peer: Rank,
     pub(crate) elements: usize,
-    /// From the call to the buffer's return, since the start of the trial.
+    /// When the call was made and when the buffer came back, since the start of the trial.
     pub(crate) from: Duration,
     pub(crate) to: Duration,
 }
 
-/// A rank, and what it has said and heard.
+/// A rank, and the log of what it has sent and received.
 pub(crate) struct Peer {
     pub(crate) comm: Comm,
     pub(crate) log: Vec<Entry>,
@@ -45,7 +45,7 @@ impl Peer {
         std::mem::take(&mut self.spare)
     }
 
-    /// Sends, and gives the buffer back when it may be changed again.
+    /// Sends a buffer, and returns it when it may be changed again.
     pub(crate) fn send<B: Buf>(&mut self, buf: B, to: Rank) -> Result<B> {
         let (from, elements) = (self.start.elapsed(), buf.len());
         let buf = self.comm.send(buf, to).wait()?;
@@ -62,7 +62,7 @@ impl Peer {
     }
 
     /// Sends one buffer and receives into another at the same time. Both are submitted before either is waited for: if
-    /// every rank waited for its send first, none would come to receive.
+    /// every rank first waited for its send, no rank would get to receive.
     pub(crate) fn exchange<S: Buf, R: Buf>(
         &mut self,
         (out, to): (S, Rank),
@@ -82,7 +82,7 @@ impl Peer {
         self.log.push(Entry { sent, peer, elements, from, to: self.start.elapsed() });
     }
 
-    /// Prints the logs of all ranks on rank 0, where they come as messages too: summed up, or message by message.
+    /// Prints the logs of all ranks on rank 0, to which the others send theirs: message by message if `whole`, else summed up.
     pub(crate) fn tell_log(&mut self, whole: bool) -> Result<()> {
         let text = if whole { self.messages() } else { self.summary() };
         if self.rank() == 0 {

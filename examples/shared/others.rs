@@ -1,4 +1,4 @@
-//! The processes of the other ranks, of examples that start them.
+//! The processes of the other ranks, for examples in which rank 0 starts them.
 
 use std::fs::File;
 use std::io::Read;
@@ -8,18 +8,18 @@ use std::time::{Duration, Instant};
 
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error + Send + Sync>>;
 
-/// What only our own processes know.
+/// A random token that only our own processes know.
 pub(super) fn secret() -> Result<String> {
     let mut bytes = [0_u8; 32];
     File::open("/dev/urandom")?.read_exact(&mut bytes)?;
     Ok(bytes.iter().map(|byte| format!("{byte:02x}")).collect())
 }
 
-/// The processes of the other ranks. Those that have not ended when this goes are killed.
+/// The processes of the other ranks. When this is dropped, those that have not ended within 2 s are killed.
 pub(super) struct Others(pub(super) Vec<(usize, Child)>);
 
 impl Others {
-    /// Waits for all, within `patience`; `ends_well` says of an exit code whether it is no failure.
+    /// Waits for all of them, at most for `patience`. `ends_well` says whether an exit code means success.
     pub(super) fn wait(mut self, patience: Duration, ends_well: impl Fn(i32) -> bool) -> Result<()> {
         let end = Instant::now() + patience;
         for (rank, child) in &mut self.0 {
@@ -46,7 +46,7 @@ impl Drop for Others {
             while matches!(child.try_wait(), Ok(None)) && Instant::now() < end {
                 thread::sleep(Duration::from_millis(1));
             }
-            // Fails only for those that have ended.
+            // Has no effect on a rank that has ended.
             let _ = child.kill();
             let _ = child.wait();
         }

@@ -1,7 +1,7 @@
 //! Compares the time of an all_reduce of a candle tensor with that of a `Vec`: 32 MB on 2 ranks by default, medians of rounds.
 //!
-//! Each is timed in place, and into new memory with one copy: `apply_op1`, which has a gradient, must leave its input as it is, and so needs
-//! new memory. Where the system maps new memory page by page, the mapping takes longer than the copy and the all_reduce.
+//! Both are timed in place, and with a copy into new memory: `apply_op1`, which has a gradient, must leave its input as it is, and so needs
+//! new memory. Where the system maps new memory page by page, the mapping takes longer than the copy and the all_reduce together.
 //!
 //! `cargo bench --bench all_reduce -- [ROUNDS [MB]]`
 
@@ -51,7 +51,7 @@ fn median(mut times: Vec<Duration>) -> Duration {
 }
 
 fn main() -> Result<()> {
-    // Words that are no numbers are skipped: cargo adds `--bench`.
+    // Arguments that are not numbers are skipped, because cargo adds `--bench`.
     let mut numbers = std::env::args().skip(1).filter_map(|word| word.parse::<usize>().ok());
     let (rounds, megabytes) = (numbers.next().unwrap_or(41).max(1), numbers.next().unwrap_or(32).max(1));
     let elements = (megabytes << 20) / size_of::<f32>();
@@ -65,7 +65,7 @@ fn main() -> Result<()> {
     let medians = first.ok_or("there is no rank")?.map(median);
     println!("all_reduce of {megabytes} MB on {RANKS} ranks, medians of {rounds} rounds in turns");
     for (i, (side, time)) in SIDES.iter().zip(medians).enumerate() {
-        // Compared with the side that does the same with a `Vec`.
+        // Each tensor is compared with the `Vec` of its form, in place or copied.
         let ratio = time.as_secs_f64() / medians[i / 2 * 2].as_secs_f64();
         println!("{side:<20} {:>8.3} ms  {ratio:.2}", time.as_secs_f64() * 1e3);
     }

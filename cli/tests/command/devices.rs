@@ -5,15 +5,15 @@ use std::process::{Command, Output, Stdio};
 
 use test_support::cuda::{LIBRARY, library, nccl_library};
 
-/// A library that is found, so that no other one is looked for, and is no driver.
+/// A library that is no driver. It is found, so allstream looks for no other one.
 const NO_DRIVER: &str = "libc.so.6";
 
-/// It ends by itself: operations have deadlines.
+/// Runs `allstream` with this library as the CUDA driver. It ends by itself, as operations have deadlines.
 fn allstream(library: &Path, arguments: &[&str]) -> Output {
     allstream_with(library, &[], arguments)
 }
 
-/// The same with knobs of the driver for tests.
+/// As [`allstream`], with knobs of the driver for tests.
 fn allstream_with(library: &Path, knobs: &[(&str, &str)], arguments: &[&str]) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_allstream"));
     command.envs(knobs.iter().copied());
@@ -124,7 +124,7 @@ fn info_finds_nccl_where_pip_has_put_it_and_says_which_it_is() {
         let said = info_of_nccl(&[at, ("ALLSTREAM_TEST_NCCL_VERSION", "21212")]);
         let wanted = format!("; {file} (is version 2.12.12, and 2.14 or newer is needed)");
         assert!(said.contains("no: ") && said.contains(&wanted), "{said}");
-        // What is named is meant, and nothing else is taken in its place.
+        // If the variable names a library, no other one is taken in its place.
         let said = info_of_nccl(&[at, ("ALLSTREAM_NCCL_LIBRARY", "/nowhere/libnccl.so.2")]);
         assert!(said.contains("looked for /nowhere/libnccl.so.2 (cannot open"), "{said}");
         assert!(said.contains("no: ") && !said.contains(&file), "{said}");
@@ -132,7 +132,7 @@ fn info_finds_nccl_where_pip_has_put_it_and_says_which_it_is() {
     std::fs::remove_dir_all(home).unwrap();
 }
 
-/// What no device runs has no time there, and without a device there is no such column.
+/// An operation that no device runs has no time in the `dev` column, and without `--device` there is no such column.
 #[test]
 fn perf_has_the_device_s_time_only_where_a_device_runs_the_operation() {
     let sizes = ["-N", "2", "--threads", "--sizes", "1K", "-n", "2", "-w", "0"];
@@ -145,7 +145,7 @@ fn perf_has_the_device_s_time_only_where_a_device_runs_the_operation() {
     let times = |arguments: &[&str]| {
         let said = table(arguments);
         let row = said.lines().find(|line| !line.starts_with('#')).unwrap();
-        // Behind the size, the count, the type, the reduction, the root and the time.
+        // The `dev` column comes after size, count, type, reduction, root and time.
         row.split_whitespace().nth(6).unwrap().to_owned()
     };
     assert!(times(&["all_reduce", "--device", "--join"]).parse::<f64>().unwrap() > 0.0);
@@ -155,8 +155,8 @@ fn perf_has_the_device_s_time_only_where_a_device_runs_the_operation() {
     assert!(!said.contains("dev"), "{said}");
 }
 
-/// Ranks of one process that share a device all call an operation before any of them joins a stream with it: however few hardware queues there are,
-/// and however the device deals them.
+/// If ranks of one process share a device, `perf` lets all of them call an operation before any of them joins a stream with it. So no rank
+/// is held up, however few hardware queues there are, and however the device deals them out to streams.
 #[test]
 fn perf_joins_when_all_ranks_have_called() {
     for seed in ["1", "2", "3"] {
@@ -173,10 +173,10 @@ fn perf_joins_when_all_ranks_have_called() {
     }
 }
 
-/// The host puts the input on the device once for a form, however many rounds there are.
+/// The host copies a rank's input to the device once out of place and once in place, however many rounds there are.
 #[test]
 fn perf_uploads_its_inputs_once() {
-    // 2 ranks, out of place and in place, which is 4 copies to the device.
+    // Two ranks, each out of place and in place, make 4 copies to the device.
     let fails_at = |nth: u32, iterations: &str| {
         let fault = format!("cuMemcpyHtoDAsync_v2:{nth}:999");
         let knobs = [("ALLSTREAM_TEST_CUDA_FAIL", fault.as_str())];
@@ -195,7 +195,7 @@ fn perf_uploads_its_inputs_once() {
     );
 }
 
-/// 20 MB of an input that the device has made are checked in more than one piece.
+/// Each rank's result is 20 MB of an input that the device has made. It is checked in more than one piece.
 #[test]
 fn perf_checks_results_that_are_longer_than_what_it_fetches_at_a_time() {
     let arguments = ["perf", "scatter", "--device", "--threads", "--sizes", "40M", "-n", "1", "-w", "0"];

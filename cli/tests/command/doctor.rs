@@ -1,5 +1,5 @@
-//! `allstream doctor --device` on the driver for tests: what is certain there is found, what fails or hangs keeps no other probe from
-//! answering, and nothing is left behind. Whoever is started has the output of the one that started it, and that is waited for.
+//! `allstream doctor --device` on the driver for tests: probes find what this driver is known to do, a probe that fails or hangs keeps no
+//! other from answering, and no process is left behind: probes inherit the doctor's stderr, and [`allstream`] waits for its end.
 
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, symlink};
@@ -10,7 +10,7 @@ use test_support::cuda::library;
 
 use crate::launcher::{allstream, json, text};
 
-/// Asks device 0 with these options and variables: exit code, what it printed, and the probes of its JSON.
+/// Asks device 0 with these options and variables; returns the exit code, what was printed, and the probes of the JSON.
 fn doctor(options: &[&str], variables: &[(&str, &str)]) -> (Option<i32>, String, Vec<Value>) {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("doctor.json");
@@ -62,21 +62,21 @@ fn all_probes_answer_and_find_what_the_driver_for_tests_does() {
         assert!(figure(probe(&probes, name), wanted) > 0.0, "{wanted}: {said}");
     }
     let queues = probe(&probes, "queues");
-    // A host that is busy makes streams late: then two queues may look like one.
+    // A busy host makes streams late, and then two queues may look like one.
     assert!((2.0..=8.0).contains(&figure(queues, "queues")), "{said}");
     assert_eq!(figure(queues, "highest_priority_shares"), 1.0, "{said}");
-    // The wait is the first of the hundred. While the next launch finds no room, those wait who get memory.
+    // The stream's wait takes one of the 100 places, so 99 launches fit. While the next waits for room, only calls that get memory wait, too.
     let depth = probe(&probes, "depth");
     assert_eq!(figure(depth, "launches"), 99.0, "{said}");
     let (_, waits) = remark(depth).split_once("these wait: ").unwrap();
     assert!(waits.starts_with("cuMemAlloc;"), "{said}");
     assert!(remark(probe(&probes, "one-kernel")).contains("by PTX: the host's bits"), "{said}");
-    // Alone, they break it.
+    // Without the relaxed mode, calls break the capture.
     let capture = remark(probe(&probes, "capture"));
     assert!(capture.contains("plainly: cuEventQuery is refused (900) and breaks the capture"), "{said}");
     assert!(remark(probe(&probes, "hop-mps")).contains("it is for libcuda.so.1"), "{said}");
 
-    // The page that says what the answers mean knows every probe, and its table has the rows that are printed.
+    // The page that says what the answers mean names every probe, and its table has a row with the question of each.
     let page = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/gpu-facts.md");
     let page = fs::read_to_string(page).unwrap();
     let rows = page.lines().filter(|line| line.starts_with("| `")).count();
@@ -123,7 +123,7 @@ fn a_call_that_fails_is_said_and_the_other_probes_answer() {
     let problem = failed["problem"].as_str().unwrap();
     assert!(problem.starts_with("cuEventRecord answered CUDA_ERROR_UNKNOWN (999)"), "{said}");
     assert_eq!(probe(&probes, "device-map")["answer"], "yes", "{said}");
-    // That memory cannot be opened is an answer.
+    // A probe that finds that memory cannot be opened has an answer: no.
     let ipc = probe(&probes, "ipc");
     assert_eq!(ipc["answer"], "no", "{said}");
     let told = "in the other process: cuIpcOpenMemHandle_v2 answered CUDA_ERROR_MAP_FAILED (205)";
@@ -132,7 +132,7 @@ fn a_call_that_fails_is_said_and_the_other_probes_answer() {
 
 #[test]
 fn a_probe_that_hangs_is_killed_and_the_other_probes_answer() {
-    // It takes the third call of the process; the second process of the next probe makes none.
+    // The third `cuEventElapsedTime` of a process hangs; the processes of the other two probes do not call it.
     let variables = [("ALLSTREAM_TEST_CUDA_HANG", "cuEventElapsedTime:3")];
     let (code, said, probes) = doctor(&["--only", "costs,no-context,registration"], &variables);
     assert_eq!(code, Some(1), "{said}");
@@ -143,7 +143,7 @@ fn a_probe_that_hangs_is_killed_and_the_other_probes_answer() {
     }
 }
 
-/// The doctor, where it does not come to ask a probe.
+/// Runs the doctor where it should end before it asks a probe.
 fn refused(options: &[&str], library: &str) -> Output {
     allstream(&[&["doctor"], options].concat(), &[("ALLSTREAM_CUDA_LIBRARY", library)])
 }
@@ -164,7 +164,7 @@ fn no_driver_and_no_device_are_told_from_a_wrong_command() {
     }
 }
 
-/// What the control program of MPS does, as far as the doctor sees it: in the foreground it opens a door, and ends when it is told to.
+/// What the control program of MPS does, as far as the doctor sees it: in the foreground it makes `control`, and ends when it is told to.
 const CONTROL: &str = r#"#!/bin/sh
 pipe=$CUDA_MPS_PIPE_DIRECTORY
 if [ "$1" = -f ]; then
@@ -184,7 +184,7 @@ fn mps_is_started_for_one_probe_and_ended_also_where_that_fails() {
     let control = folder.path().join("nvidia-cuda-mps-control");
     fs::write(&control, CONTROL).unwrap();
     fs::set_permissions(&control, fs::Permissions::from_mode(0o755)).unwrap();
-    // Under this name the loader finds it as it finds a real driver.
+    // Under this name the loader finds the driver for tests as it would find a real one.
     symlink(library(), folder.path().join("libcuda.so.1")).unwrap();
     let (place, path) = (folder.path().to_str().unwrap(), std::env::var("PATH").unwrap_or_default());
     let path = format!("{place}:{path}");

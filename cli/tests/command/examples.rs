@@ -1,4 +1,4 @@
-//! Examples from outside, where what they print or how they end is promised. Every wait has a deadline.
+//! Runs examples of which it is promised what they print or how they end. Every wait has a deadline.
 
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 const BUILD: Duration = Duration::from_secs(600);
 const RUN: Duration = Duration::from_secs(60);
 
-/// Waits for a child, past the deadline of which it is killed.
+/// Waits for a child for at most `limit`, and then kills it.
 fn wait(child: &mut Child, limit: Duration) -> Option<ExitStatus> {
     let end = Instant::now() + limit;
     loop {
@@ -36,13 +36,14 @@ fn read(pipe: Option<impl Read + Send + 'static>) -> JoinHandle<String> {
     })
 }
 
-/// An example, built as this test is: cargo builds none for a test, and tells of none that it built.
+/// Builds an example with this test's profile, and returns its path: cargo builds no examples for this package's tests, nor does it tell
+/// a test where one is.
 pub(crate) fn example(name: &str) -> PathBuf {
     let mut command = Command::new(env!("CARGO"));
-    // With it, packages that look at it would be built anew.
+    // If the variable were set, packages whose build scripts look at it would be built anew.
     command.env_remove("RUSTC_BOOTSTRAP");
     command.args(["build", "--message-format=json", "--example", name]);
-    // The packages and features that `cargo xtask test` builds with: so nothing is built twice there.
+    // These are the packages and features of `cargo xtask test`, so that it builds nothing twice.
     command.args(["--package", "allstream", "--package", "allstream-cli", "--all-features"]);
     command.current_dir(concat!(env!("CARGO_MANIFEST_DIR"), "/.."));
     command.args(["--profile", &test_support::built_in().1]);
@@ -58,13 +59,13 @@ pub(crate) fn example(name: &str) -> PathBuf {
     found.join().expect("a reader").expect("the path of what was built")
 }
 
-/// Runs `by_hand`; its exit code, what it printed, and what it complained of.
+/// Runs `by_hand`; returns its exit code, stdout and stderr.
 fn by_hand(args: &[&str]) -> (Option<i32>, String, String) {
     static BUILT: OnceLock<PathBuf> = OnceLock::new();
     run(BUILT.get_or_init(|| example("by_hand")), args)
 }
 
-/// Runs an example that was built; its exit code, what it printed, and what it complained of.
+/// Runs an example that was built; returns its exit code, stdout and stderr.
 pub(crate) fn run(program: &Path, args: &[&str]) -> (Option<i32>, String, String) {
     let mut command = Command::new(program);
     command.args(args).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
@@ -97,7 +98,7 @@ fn by_hand_is_right_for_any_number_of_ranks_and_any_length() {
 #[test]
 fn by_hand_moves_large_messages_over_every_link() {
     for link in ["shm", "tcp"] {
-        // Not a power of two, and a length that it does not divide.
+        // The number of ranks is no power of two, and does not divide the length.
         let args = ["--ranks", "3", "--size", "100001", "--trials", "1", "--link", link];
         let (code, stdout, stderr) = by_hand(&args);
         assert_eq!(code, Some(0), "{link}:\n{stdout}\n{stderr}");
@@ -117,7 +118,7 @@ fn by_hand_logs_every_message_of_every_rank() {
             let lines = stdout.lines().filter(move |line| line.starts_with(&start));
             lines.filter_map(|line| line.split_whitespace().nth(5)?.parse::<usize>().ok()).collect::<Vec<_>>()
         };
-        // 2 (n-1) steps; of 10 elements in 4 chunks every chunk but one, twice.
+        // 2 (n-1) steps: all chunks but one, and then again all but one. The 4 chunks have 2 or 3 of the 10 elements each.
         for elements in [of(format!("sent to       {right}")), of(format!("received from {left}"))] {
             assert_eq!(elements.len(), 6, "rank {rank}:\n{stdout}");
             assert!(elements.iter().all(|count| [2, 3].contains(count)), "rank {rank}:\n{stdout}");

@@ -1,4 +1,4 @@
-//! `allstream run` from outside: what it gives to the ranks, and that none outlives it. Every wait has a deadline.
+//! `allstream run` from outside: what the launcher gives to the ranks, and that no rank outlives it. Every wait has a deadline.
 
 mod failures;
 mod hosts;
@@ -26,7 +26,7 @@ use rustix::process::{Pid, Signal, kill_process};
 
 pub(crate) const DEADLINE: Duration = Duration::from_secs(30);
 
-/// A directory of one test, removed at its end.
+/// A directory for one test. Dropping this kills the processes that wrote their pids there, and removes the directory.
 struct Scratch(PathBuf);
 
 impl Scratch {
@@ -39,10 +39,10 @@ impl Scratch {
         Self(path)
     }
 
-    /// The processes that have written their number into a file here.
+    /// The pids that processes have written into files here.
     fn pids(&self) -> Vec<u32> {
         let entries = fs::read_dir(&self.0).unwrap().map(Result::unwrap);
-        // A pipe would be waited for.
+        // Reading a named pipe would block.
         let files = entries.filter(|entry| entry.file_type().unwrap().is_file());
         let texts = files.map(|entry| fs::read(entry.path()).unwrap());
         texts.filter_map(|text| String::from_utf8_lossy(&text).trim().parse().ok()).collect()
@@ -62,7 +62,7 @@ fn pid_of(pid: u32) -> Pid {
     Pid::from_raw(pid.try_into().unwrap()).unwrap()
 }
 
-/// A zombie does not count: whoever became its parent may not reap.
+/// Whether a process lives. A zombie does not count: its new parent may never reap it.
 fn alive(pid: u32) -> bool {
     !matches!(test_support::process_state(pid), Some('Z' | 'X') | None)
 }
@@ -82,7 +82,7 @@ fn launcher(options: &[&str], script: &str) -> Command {
     command
 }
 
-/// The command with these arguments and variables (an empty one is taken away), and no job's token.
+/// Runs the command with these arguments and variables, and without a job's token. A variable whose value is empty is removed.
 pub(crate) fn allstream(arguments: &[&str], variables: &[(&str, &str)]) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_allstream"));
     command.args(arguments).env_remove("ALLSTREAM_TOKEN");
@@ -132,12 +132,12 @@ fn finish(mut child: Child) -> Output {
     Output { status, stdout: stdout.join().unwrap(), stderr: stderr.join().unwrap() }
 }
 
-/// This test program, for a shell.
+/// This test program's path, quoted for a shell.
 pub(crate) fn this_program() -> String {
     format!("'{}'", std::env::current_exe().unwrap().display())
 }
 
-/// What ranks do that other launchers, or other hosts, are to bring together.
+/// What each rank does in tests where other launchers, or several hosts, bring the ranks together.
 #[test]
 #[ignore = "a rank; started by other tests"]
 fn sums_ranks() {
@@ -161,7 +161,7 @@ fn sorted_lines(bytes: &[u8]) -> Vec<String> {
     lines
 }
 
-/// Starts ranks that write their pid and become `rest`, and returns when all have.
+/// Starts ranks that write their pids into files and then run `rest`. Returns once all have written.
 fn start_sleepers(options: &[&str], ranks: usize, scratch: &Scratch, rest: &str) -> (Child, Vec<u32>) {
     let script =
         format!("echo $$ > {0}/$RANK.new && mv {0}/$RANK.new {0}/$RANK; {rest}", scratch.0.display());
@@ -183,7 +183,7 @@ fn ranks_get_their_variables() {
     assert!(output.stderr.is_empty(), "{output:?}");
 }
 
-/// As many ranks as there are cores have one each; unbound ones may run where the launcher may.
+/// Bound ranks have different cores, as far as there are enough; unbound ones may run wherever the launcher may.
 #[test]
 fn ranks_are_bound_to_cores_of_their_own_where_that_is_asked_for() {
     let cores = std::thread::available_parallelism().unwrap().get().min(8);
@@ -199,14 +199,14 @@ fn ranks_are_bound_to_cores_of_their_own_where_that_is_asked_for() {
     let mut distinct = bound.clone();
     distinct.sort();
     distinct.dedup();
-    // Where processors are halves of cores there are fewer cores than that.
+    // `cores` counts processors. If these are hyperthreads, there are fewer cores, and ranks share them.
     assert!(distinct.len() > cores / 2 || cores == 1, "{bound:?}");
     assert_eq!(places(&["-n", "1", "--bind-to", "numa"]).len(), 1);
 }
 
 #[test]
 fn only_rank_0_inherits_the_listening_socket() {
-    // The socket's inode in /proc/net/tcp must be what rank 0 holds, listening (0A) at MASTER_PORT.
+    // /proc/net/tcp must list the inode of rank 0's socket as listening (0A) at MASTER_PORT.
     let script = r#"
         echo "fd=${ALLSTREAM_RENDEZVOUS_FD:-none}"
         echo "sockets=$(ls -l /proc/$$/fd | grep -c socket:)"
@@ -288,7 +288,7 @@ fn a_signal_is_named_and_survivors_may_report() {
     assert_eq!(
         output.status.code(),
         Some(1),
-        "what a program ends with is not hidden by the signal that killed another"
+        "a rank's exit code counts, even if a signal has killed another rank before"
     );
     let lines = sorted_lines(&output.stderr);
     assert_eq!(lines[..2], ["[0] rank 2 is dead", "[1] rank 2 is dead"]);
@@ -301,7 +301,7 @@ fn a_signal_is_named_and_survivors_may_report() {
 fn signals_to_the_launcher_leave_no_process() {
     for (signal, code) in [(Signal::INT, 130), (Signal::TERM, 143), (Signal::HUP, 129)] {
         let scratch = Scratch::new();
-        // A shell may lose SIGINT in the moment in which it starts something.
+        // A shell may lose a SIGINT that comes while it starts a program. SIGKILL then ends it after 4 s.
         let options = ["-n", "4", "--kill-after", "4s"];
         let (child, pids) = start_sleepers(&options, 4, &scratch, "sleep 1000; true");
         kill_process(pid_of(child.id()), signal).unwrap();

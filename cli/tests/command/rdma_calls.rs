@@ -1,4 +1,4 @@
-//! What the verbs library for tests is asked beside its usual work: how often it was called for a frame, and to pretend that a card fails.
+//! Tests that ask more of the verbs library for tests: to count its calls for each frame, and to pretend that a card fails.
 
 use std::ffi::{CStr, CString};
 use std::time::{Duration, Instant};
@@ -33,13 +33,13 @@ fn calls(name: &str) -> u64 {
     }
 }
 
-/// What becomes of rank 0's card, by name.
+/// The variable that says what happens to rank 0's card.
 const HAPPENS: &str = "ALLSTREAM_TEST_HAPPENS";
-/// The card says that it has failed, and does nothing more.
+/// The card reports that it has failed, and sends nothing more.
 const FAILS: &str = "the card fails";
-/// All its queue pairs fail, with what was posted.
+/// All queue pairs of the card fail, with all requests that were posted.
 const PAIRS_FAIL: &str = "the queue pairs fail";
-/// Its port goes down.
+/// The card's port goes down.
 const GOES_DOWN: &str = "the port goes down";
 
 fn happens(what: &str) {
@@ -67,11 +67,11 @@ fn happens(what: &str) {
 
 /// Calls that move data.
 const MOVES: [&str; 2] = ["ibv_post_send", "ibv_post_recv"];
-/// Calls that a steady state has none of.
+/// Calls that set something up: none may come once the links are open.
 const SETS_UP: [&str; 6] =
     ["ibv_reg_mr", "ibv_dereg_mr", "ibv_create_qp", "ibv_create_cq", "ibv_modify_qp", "ibv_alloc_mw"];
 
-/// What two ranks do that another test starts: `send_recv` of a frame each way, so often, and what that took of calls for each frame.
+/// A rank of two: they send each other buffers of one frame or of eight, many times, and print how many calls that took for each frame.
 #[test]
 #[ignore = "a rank; started by another test"]
 fn a_rank_that_counts() {
@@ -83,7 +83,7 @@ fn a_rank_that_counts() {
             let mut buf = vec![0u8; bytes];
             let mut start = None;
             for i in 0..count + 20 {
-                // The first few open the links.
+                // The first 20 rounds open the links, and are not counted.
                 if i == 20 {
                     comm.barrier().await.unwrap();
                     let now = [&MOVES[..], &SETS_UP].concat().into_iter().map(|name| (name, calls(name)));
@@ -96,7 +96,7 @@ fn a_rank_that_counts() {
             let more = |name: &str, before: u64| (calls(name) - before) as f64 / f64::from(count * frames);
             let counted =
                 start.unwrap().into_iter().map(|(name, before)| format!("{name} {:.3}", more(name, before)));
-            // One frame sent and one received in each: the calls of both ends.
+            // For each frame that it counts, a rank sends one and receives one, so these are the calls of both ends.
             println!("for each frame of {what}: {}", counted.collect::<Vec<_>>().join(", "));
         }
         comm.close().await.unwrap();
@@ -130,7 +130,7 @@ fn a_frame_is_three_calls_at_most_and_sets_nothing_up() {
     }
 }
 
-/// What two ranks do that another test starts: something happens to rank 0's card. Then rank 0 waits for what rank 1 does not send, or sends itself.
+/// A rank of two: something happens to rank 0's card. Then rank 0 waits for a message that rank 1 never sends or, if the port is down, sends one.
 #[test]
 #[ignore = "a rank; started by another test"]
 fn a_rank_whose_card_fails() {
@@ -151,7 +151,7 @@ fn a_rank_whose_card_fails() {
         } else {
             None
         };
-        // The broadcast is over for rank 0 before the card gives it up. Rank 1 calls nothing that the card has a part in.
+        // Rank 0's broadcast returns before the card gives up sending it, and rank 1 calls no operation: both learn of the failure by `check`.
         while comm.check().is_ok() {
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
@@ -166,7 +166,7 @@ fn a_card_that_fails_and_a_port_that_goes_down_are_named_on_all_ranks() {
     let job = ["run", "-n", "2", "--on-failure", "keep", "--", program.to_str().unwrap()];
     let all = [
         (FAILS, "the network card test_0 says that it has failed (IBV_EVENT_DEVICE_FATAL (8))"),
-        // Which of the two ways of hearing of it comes first is not said.
+        // Rank 0 may hear of it by the card's event or by a failed request. Both texts begin like this.
         (PAIRS_FAIL, "the network card "),
         (GOES_DOWN, "packets were not acknowledged while its port was down"),
     ];
@@ -180,6 +180,6 @@ fn a_card_that_fails_and_a_port_that_goes_down_are_named_on_all_ranks() {
         for rank in ["[0]", "[1]"] {
             assert!(said.lines().any(|line| line.starts_with(rank) && line.contains(told)), "{what}: {said}");
         }
-        assert!(begun.elapsed() < DEADLINE, "{what}: it was told by the deadline: {said}");
+        assert!(begun.elapsed() < DEADLINE, "{what}: only the deadline told of it: {said}");
     }
 }

@@ -1,8 +1,8 @@
-//! The examples that train on several ranks: their weights are those of one process, and of each other. What they run has a deadline.
+//! The examples that train on several ranks: their weights are near those of one process, or near each other. Every run has a deadline.
 
 use crate::examples::{example, run};
 
-/// The numbers that stand behind these words, in the order of the lines.
+/// The numbers that follow these words in the text, in order.
 fn numbers(text: &str, words: &str) -> Vec<f64> {
     let after = text.split(words).skip(1);
     after.filter_map(|rest| rest.split([' ', ',', ';', '\n']).next()?.parse().ok()).collect()
@@ -13,12 +13,12 @@ fn a_mesh_trains_as_one_process_does_in_any_order_of_its_axes_and_a_circle_is_na
     let (code, stdout, stderr) = run(&example("15_mesh_train"), &[]);
     let what = format!("{stdout}\n{stderr}");
     assert_eq!(code, Some(0), "{what}");
-    // Both in flight: in the same order on all ranks, and in opposite orders.
+    // Operations on both axes are in flight at once: submitted in one order on all ranks, and then in opposite orders.
     let differences = numbers(&stdout, "largest difference from one process ");
     assert!(differences.len() == 2 && differences.iter().all(|most| *most <= 1e-5), "{what}");
-    // Of five meshes of two axes the first is made, and the others are taken up.
+    // Of five meshes with two axes each, the first makes its groups, and the other four take theirs from the pool.
     assert_eq!(stdout.matches("2 groups made, 8 taken from the pool").count(), 2, "{what}");
-    // One awaited before the other is submitted: nobody comes through, and each rank hears who was missing.
+    // If each rank awaits one axis before it submits to the other, no rank gets through, and each is told who was missing.
     for rank in 0..4 {
         let start = format!("  rank {rank} after ");
         let line = stdout.lines().find(|line| line.starts_with(&start)).unwrap_or_default();
@@ -39,7 +39,7 @@ fn a_parameter_server_an_all_reduce_and_buckets_give_the_same_weights() {
     let small = ["--workers", "1,2,3", "--trials", "2", "--steps", "2", "--layers", "3", "--width", "24"];
     for more in [&["--computing", "real"][..], &["--computing", "sleep"], &["--computing", "communicating"]] {
         let (code, stdout, stderr) = run(&program, &[&small[..], more].concat());
-        // It ends with an error where weights differ by more than this, on any rank, in any trial.
+        // The example fails if weights differ by more than 1e-5, on any rank, in any trial.
         assert_eq!(code, Some(0), "{more:?}: {stdout}\n{stderr}");
         let told = "the weights of all systems are within 1e-5 of each other, in every trial";
         assert!(stdout.contains(told), "{more:?}: {stdout}");

@@ -1,5 +1,5 @@
-# What the link costs over Soft-RoCE, beside perftest and TCP: `cargo xtask rdma --bars`. Each line is a name and a figure; the table takes medians over rounds.
-# $ALLSTREAM is the command, built as a release.
+# How fast the RDMA link is over Soft-RoCE, compared with perftest and TCP: `cargo xtask rdma --bars`. Each line that this prints is a name
+# and a figure, and xtask makes a table of the medians over rounds. $ALLSTREAM is the command, built as a release.
 
 set -e
 export ALLSTREAM_TRACE_DIR=off
@@ -9,7 +9,7 @@ ip addr add 10.9.0.1/24 dev rd0
 ip link set rd0 mtu 4200 up
 rdma link add rxe0 type rxe netdev rd0
 
-# perftest's last line of figures: of bandwidth the fourth is the average in MiB/s, of latency the fifth is the typical one in microseconds.
+# A figure of perftest's last line: column 4 of a bandwidth test is the average in MiB/s, column 5 of a latency test the typical one in us.
 perftest() {
     tool=$1 column=$2
     shift 2
@@ -20,7 +20,7 @@ perftest() {
     wait "$server" || true
 }
 
-# Microseconds of an operation in place, where there is one.
+# Microseconds of an operation in place, or out of place if it has no form in place.
 perf() {
     "$ALLSTREAM" perf "$@" -w 2 -c 0 2>/dev/null | sed 's/ -1/ -1 /; s|N/A\([0-9]\)|N/A \1|g' | awk '$1 ~ /^[0-9]+$/ { found = $10 == "N/A" ? $6 : $10 } END { print found }'
 }

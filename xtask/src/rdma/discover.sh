@@ -1,5 +1,5 @@
-# What `allstream info` says of Soft-RoCE: each `case` is followed by what it printed. $ALLSTREAM is the command.
-# The check of what it printed is in rdma.rs.
+# What `allstream info` says of Soft-RoCE: each `case` is followed by what the command printed. $ALLSTREAM is the command.
+# rdma.rs checks what was printed.
 
 set -e
 case_of() {
@@ -20,7 +20,7 @@ case_of one "$ALLSTREAM" info
 echo "case: table"
 for number in 0 1 2 3 4 5 6 7; do
     port=/sys/class/infiniband/rxe0/ports/1
-    # An entry that is empty has no kind to be read.
+    # An empty entry has no kind: reading it fails.
     if { read -r kind <"$port/gid_attrs/types/$number"; } 2>/dev/null; then
         read -r address <"$port/gids/$number"
         echo "$number $kind $address"

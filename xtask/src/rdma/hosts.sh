@@ -1,5 +1,5 @@
-# Two hosts, by what ranks say of themselves: each has a Soft-RoCE device of its own, at one end of a cable (veth). Nobody asks for RDMA: ranks find it, try
-# it, and take it or not. Each `case` is followed by what it printed. $ALLSTREAM is the command.
+# Two hosts on one machine, told apart by ALLSTREAM_HOST_ID: each has a Soft-RoCE device of its own, at one end of a cable (veth). No option
+# asks for RDMA: ranks find it, try it, and use it or not. Each `case` is followed by what the command printed. $ALLSTREAM is the command.
 
 set -e
 export ALLSTREAM_TRACE_DIR=off ALLSTREAM_INTERFACE==lo

@@ -1,5 +1,5 @@
 # The link over RDMA, on one Soft-RoCE device: each `case` is followed by what it printed. $ALLSTREAM is the command.
-# The check of what it printed is in rdma.rs. What was cut off by a time limit has no line that says how it ended.
+# rdma.rs checks what the cases printed. A `perf` below that fails, or that its time limit ends (code 124), adds a line `ended with`.
 
 set -e
 export ALLSTREAM_TRACE_DIR=off ALLSTREAM_HEARTBEAT_TIMEOUT=4
@@ -13,7 +13,7 @@ ip addr add 10.9.0.1/24 dev rd0
 ip link set rd0 mtu 4200 up
 rdma link add rxe0 type rxe netdev rd0
 
-# Every collective, beside the oracle of `perf`.
+# Every collective; `perf` compares the results with its oracle.
 for ranks in 2 4; do
     for collective in all_reduce reduce broadcast all_gather reduce_scatter all_to_all gather scatter scan exscan send_recv; do
         echo "case: $ranks $collective"
@@ -21,7 +21,7 @@ for ranks in 2 4; do
     done
 done
 
-# Small messages, which have to fit in one packet each.
+# Small packets: an MTU of 1500 has room for 1024 bytes of data, so a message is many packets.
 echo "case: small packets"
 ip link set rd0 mtu 1500
 timeout 60 "$ALLSTREAM" perf all_reduce -N 2 --link rdma --sizes 1M -n 2 -w 1 2>&1 || echo "ended with $?"

@@ -1,5 +1,6 @@
-# Ranks on two machines that a cable connects, each with a Soft-RoCE device: ranks 0 and 1 on machine 0, ranks 2 and 3 on machine 1. Both machines run this
-# script; $MACHINE is 0 or 1. Nobody asks for RDMA: ranks find it, try it, and take it. Each `case` is followed by what it printed. $ALLSTREAM is the command.
+# Ranks on two machines that a cable connects, each with a Soft-RoCE device: ranks 0 and 1 on machine 0, ranks 2 and 3 on machine 1. Both
+# machines run this script; $MACHINE is 0 or 1. No option asks for RDMA: ranks find it, try it, and take it. The name of each `case` is
+# followed by what the case printed. $ALLSTREAM is the command.
 
 set -e
 export ALLSTREAM_TRACE_DIR=off ALLSTREAM_HEARTBEAT_TIMEOUT=4
@@ -10,7 +11,7 @@ ip addr add "10.7.0.$((MACHINE + 1))/24" dev eth0
 ip link set eth0 mtu 4200 up
 rdma link add rxe0 type rxe netdev eth0
 
-# Starts the two ranks of this machine, which leave what they say in files.
+# Starts the two ranks of this machine, whose output goes to files.
 start() {
     export MASTER_PORT=$1
     shift
@@ -28,7 +29,7 @@ echo "case: off"
 rm /dev/shm/said*
 start 29600 --sizes 1M -n 100000
 if [ "$MACHINE" = 1 ]; then
-    # As soon as data moves, the power goes.
+    # As soon as data moves, this machine is switched off.
     read -r before <"$counter"
     now=$before
     while [ "$now" -lt $((before + 3000)) ] && kill -0 "$!" 2>/dev/null; do

@@ -1,6 +1,6 @@
-# A function for scripts on one Soft-RoCE device, rxe0: `signalled CASE SIGNAL RANKS` sends a signal to rank 2 of a job in the middle of large operations, and
-# tells what the others said, and after how many milliseconds all of them had said it. That time is told, and not checked: an emulated machine on a busy
-# host runs late.
+# A function for scripts on one Soft-RoCE device, rxe0: `signalled CASE SIGNAL RANKS` sends a signal to rank 2 of a job in the middle of
+# large operations. It prints what the other ranks said, and after how many milliseconds all of them had named rank 2. That time is
+# printed and not checked, as an emulated machine on a busy host runs late.
 signalled() {
     echo "case: $1"
     ALLSTREAM_LINK=rdma timeout 60 "$ALLSTREAM" run -n "$3" --on-failure keep -- \
@@ -10,7 +10,7 @@ signalled() {
     while [ ! -s /dev/shm/rank2 ]; do sleep 0.1; done
     rank2=$(cat /dev/shm/rank2)
     rm /dev/shm/rank2
-    # As soon as data moves.
+    # Waits until data moves.
     read -r before </sys/class/infiniband/rxe0/ports/1/hw_counters/sent_pkts
     now=$before
     while [ "$now" -lt $((before + 3000)) ] && kill -0 "$job" 2>/dev/null; do

@@ -1,4 +1,4 @@
-//! What is done when ranks fail: the others are stopped or work on, the job is started anew, and what the exit code is.
+//! What the launcher does when ranks fail: it stops the others or lets them work on, may start the job anew, and ends with an exit code.
 
 use super::*;
 
@@ -11,7 +11,7 @@ fn complaints(output: &Output) -> Vec<String> {
 #[test]
 fn ranks_that_are_kept_work_on_and_the_worst_own_code_is_the_jobs() {
     let keep = ["-n", "3", "--on-failure", "keep", "--grace", "0s"];
-    // Rank 0 ends last: long after it would have been stopped.
+    // Rank 0 ends last, long after the launcher would have stopped it without `keep`.
     for (code_of_0, code_of_2, expected) in [(0, 0, 0), (4, 2, 4)] {
         let script = format!(
             "case $RANK in 1) kill -9 $$;; 2) echo done; exit {code_of_2};; 0) sleep 1; echo done; exit {code_of_0};; esac"
@@ -20,7 +20,7 @@ fn ranks_that_are_kept_work_on_and_the_worst_own_code_is_the_jobs() {
         assert_eq!(output.status.code(), Some(expected), "{output:?}");
         assert_eq!(sorted_lines(&output.stdout), ["[0] done", "[2] done"]);
         let said = complaints(&output);
-        // Rank 2 may have failed before it, where it fails.
+        // If rank 2 fails too, it may fail before rank 1 does.
         let place = said.iter().position(|line| line.contains("was killed by signal 9")).unwrap();
         let words =
             format!("was killed by signal 9; the others work on ({} ranks have not failed)", 2 - place);
@@ -34,7 +34,7 @@ fn ranks_that_are_kept_work_on_and_the_worst_own_code_is_the_jobs() {
 fn kept_ranks_are_stopped_when_fewer_are_left_than_are_of_use() {
     let scratch = Scratch::new();
     let options = ["-n", "3", "--on-failure", "keep", "--min-ranks", "2", "--grace", "0s"];
-    // Rank 2 fails after rank 1 has ended, which is a zombie until the launcher ends.
+    // Rank 2 fails after rank 1 has ended: it waits until rank 1 is a zombie, which the launcher reaps only at the end.
     let rest = format!(
         "case $RANK in 1) exit 8;; 2) until grep -q ') Z ' /proc/$(cat {}/1)/stat; do sleep 0.05; done; sleep 0.1; \
          exit 9;; esac; exec sleep 1000",
@@ -57,7 +57,7 @@ fn kept_ranks_are_stopped_when_fewer_are_left_than_are_of_use() {
 
 #[test]
 fn a_job_that_failed_starts_anew_as_often_as_it_may() {
-    // Every rank of an attempt fails: all know how often the job was started anew, and the first attempts are the same.
+    // Both ranks fail in attempts 0 and 1, and succeed in attempt 2: the variable tells them how often the job was started anew.
     let script = "echo attempt $ALLSTREAM_RESTART $MASTER_PORT; exit $((2 - $ALLSTREAM_RESTART))";
     let output = run(&["-n", "2", "--restarts", "5"], script);
     assert_eq!(output.status.code(), Some(0), "{output:?}");
@@ -82,7 +82,7 @@ fn a_job_that_was_stopped_by_a_signal_does_not_start_anew() {
     assert_eq!((output.status.code(), complaints(&output).len()), (Some(130), 0), "{output:?}");
 }
 
-/// Of two ranks, rank 1 ends, and rank 0 has the error of that.
+/// What both of two ranks call: rank 1 ends, and rank 0 returns the error that it gets from that.
 fn loses_the_other() -> allstream::Error {
     let mut comm = futures::executor::block_on(Comm::connect(Rendezvous::from_env().unwrap())).unwrap();
     if comm.rank() == 1 {
@@ -91,7 +91,7 @@ fn loses_the_other() -> allstream::Error {
     comm.all_reduce(vec![1u8]).wait().unwrap_err().error
 }
 
-/// A rank of which the other one is lost.
+/// A rank that loses the other one, and prints its error and the error's file.
 #[test]
 #[ignore = "a rank; started by other tests"]
 fn loses_a_rank() {
@@ -128,7 +128,7 @@ fn the_last_line_and_the_error_say_where_flight_recorders_are() {
     assert!(text(&told.stdout).contains("no file from rank 1: it may have died"), "{told:?}");
 }
 
-/// Of a rank's error where nothing can be written: it names no file, and the launcher no directory.
+/// If no flight recorder can be written, a rank's error names no file, and the launcher names no directory.
 #[test]
 fn a_record_that_cannot_be_written_is_not_named() {
     let rank = format!(
@@ -147,7 +147,7 @@ fn a_record_that_cannot_be_written_is_not_named() {
     }
 }
 
-/// A rank of which the other one is lost, and that says whether its error names a file.
+/// A rank that loses the other one, and says whether its error names a file.
 #[test]
 #[ignore = "a rank; started by other tests"]
 fn loses_a_rank_unrecorded() {

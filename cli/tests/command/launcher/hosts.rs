@@ -1,5 +1,5 @@
-//! Several hosts, with a stand-in for ssh: it records what it was called with, and runs the command for the other host
-//! here, in a session of its own, behind a connection that can be cut.
+//! Several hosts, with a script in the place of ssh. The script records its arguments, and runs the command for the other
+//! host here, in a session of its own, behind a connection that can be cut.
 
 use std::os::unix::fs::PermissionsExt;
 
@@ -7,7 +7,7 @@ use super::*;
 
 const TOKEN: &str = "a-secret-that-no-list-of-processes-may-show";
 
-/// `$0` is in the directory of the test. A connection is the process that copies stdin.
+/// `$0` is in the directory of the test. The process that copies stdin stands for the connection: killing it cuts the connection.
 const SSH: &str = r#"#!/bin/sh
 here=$(dirname "$0")
 for host do [ "${host#-}" = "$host" ] && [ "$host" != opt ] && break; done
@@ -27,7 +27,7 @@ kill $(cat "$here/connection.$host") 2> /dev/null
 exit $code
 "#;
 
-/// A launcher of ranks on these hosts that run `script` in a shell.
+/// A launcher for these hosts; each rank runs `script` in a shell.
 fn remote(scratch: &Scratch, hosts: &str, options: &[&str], script: &str) -> Command {
     let ssh = scratch.0.join("ssh");
     fs::write(&ssh, SSH).unwrap();
@@ -44,7 +44,7 @@ fn text(scratch: &Scratch, name: &str) -> String {
     fs::read_to_string(scratch.0.join(name)).unwrap()
 }
 
-/// The words of all processes' command lines that hold this text.
+/// The command lines of all processes that contain this text.
 fn shown_in_process_lists(text: &str) -> Vec<String> {
     let entries = fs::read_dir("/proc").unwrap().flatten();
     let lines = entries.filter_map(|entry| fs::read(entry.path().join("cmdline")).ok());
@@ -52,11 +52,11 @@ fn shown_in_process_lists(text: &str) -> Vec<String> {
     lines.filter(|line| line.contains(text)).collect()
 }
 
-/// Ranks on several hosts that have written their process ids, and go on with `rest`.
+/// Starts ranks on several hosts that write their process ids and go on with `rest`. Returns when all have written them.
 fn start(scratch: &Scratch, hosts: &str, ranks: usize, rest: &str) -> (Child, Vec<u32>) {
     let script =
         format!("echo $$ > {0}/$RANK.new && mv {0}/$RANK.new {0}/$RANK; {rest}", scratch.0.display());
-    // A shell may lose SIGINT in the moment in which it starts something.
+    // A shell may lose a SIGINT that comes while it starts a command; then it is killed after this time.
     let child = remote(scratch, hosts, &["--kill-after", "4s"], &script).spawn().unwrap();
     let file = |rank: usize| scratch.0.join(rank.to_string());
     wait_until("all ranks have started", || (0..ranks).all(|rank| file(rank).exists()));
@@ -81,7 +81,7 @@ fn hosts_share_one_world_and_words_keep_their_bytes() {
     assert_eq!(lines[..4], [rank(0, 0, 2, "fd "), rank(1, 1, 2, ""), rank(2, 0, 1, ""), rank(3, 0, 1, "")]);
     assert_eq!(lines[4..], ["[h1] Welcome to h1", "[h2] Welcome to h2"]);
     assert!((1..4).all(|rank| text(&scratch, &format!("port.{rank}")) == text(&scratch, "port.0")));
-    // To the shell of another host goes nothing of the user's.
+    // No word or variable of the user's is in the command for another host's shell.
     let agent = format!("<exec '{}' run --agent>", env!("CARGO_BIN_EXE_allstream"));
     for host in ["h1", "h2"] {
         assert_eq!(text(&scratch, &format!("called.{host}")), format!("<-o>\n<opt>\n<{host}>\n{agent}\n"));
@@ -183,7 +183,7 @@ fn hosts_that_cannot_be_used_are_named() {
     says(&["--host-file", "/nowhere/hosts"], 1, "cannot read the host file /nowhere/hosts");
     says(&["-n", "1", "--dir", "/"], 1, "--dir");
     says(&["--hosts", "h1,h2", "--ssh", "/nowhere/ssh"], 1, "host h1: cannot start `/nowhere/ssh`");
-    // One host each: of two that end, either may be the first.
+    // These have one host each: if two failed, either could be the first that is named.
     says(&["--hosts", "h1", "--ssh", "false"], 1, "host h1 (rank 0) exited with code 1 before a rank");
     says(&["--hosts", "h1", "--ssh", "true"], 1, "--remote-bin");
     says(&["--hosts", "localhost", "--dir", "/nowhere"], 1, "on localhost: cannot enter /nowhere");

@@ -1,4 +1,4 @@
-//! Ranks that other launchers start. What is not installed here is said to be left out; it fails nothing.
+//! Ranks that other launchers start. A launcher that is not installed here is reported as skipped, and fails no test.
 
 use std::io::Write;
 use std::path::Path;
@@ -6,7 +6,7 @@ use std::path::Path;
 use super::slurm::Slurm;
 use super::*;
 
-/// A program in `PATH`, or where this variable says.
+/// The path of a program: the one that this variable has, or one in `PATH`.
 pub(super) fn installed(program: &str, variable: &str) -> Option<PathBuf> {
     if let Some(path) = std::env::var_os(variable).filter(|path| !path.is_empty()) {
         return Some(path.into());
@@ -19,12 +19,12 @@ pub(super) fn installed(program: &str, variable: &str) -> Option<PathBuf> {
     found
 }
 
-/// Past the test's own output, which is shown for failures only.
+/// Says why something is skipped: on stderr itself, as the test's captured output is shown only if the test fails.
 pub(super) fn left_out(why: &str) {
     let _ = std::io::stderr().write_all(format!("\nskipped: {why}\n").as_bytes());
 }
 
-/// Runs a launcher whose ranks are this program, without a word of ours in the environment but the secret.
+/// Runs a launcher whose ranks are this program. Of allstream's variables they see a timeout and what `env` has, no others.
 fn sums(launcher: &Path, options: &[&str], env: &[(&str, &str)]) -> Output {
     let mut command = without_ranks(launcher);
     command
@@ -36,7 +36,7 @@ fn sums(launcher: &Path, options: &[&str], env: &[(&str, &str)]) -> Output {
     finish(command.spawn().unwrap())
 }
 
-/// A command that knows nothing of ranks that this test may be one of; its output is taken.
+/// A command without the variables of launchers, under one of which this test may itself run; its output is piped.
 pub(super) fn without_ranks(program: &Path) -> Command {
     let mut command = Command::new(program);
     for (key, _) in std::env::vars_os() {
@@ -61,7 +61,7 @@ fn assert_sums(output: &Output, ranks: usize) {
 pub(super) fn open_mpi() -> Option<PathBuf> {
     let mpirun = installed("mpirun.openmpi", "ALLSTREAM_TEST_MPIRUN")?;
     let version = Command::new(&mpirun).arg("--version").output().unwrap();
-    // It calls itself by the second name where Debian has renamed it.
+    // Where Debian has renamed the program, it prints the second name.
     let said = text(&version.stdout);
     if !["Open MPI", "OpenRTE"].iter().any(|name| said.contains(name)) {
         left_out(&format!("{} is not Open MPI's", mpirun.display()));
@@ -93,7 +93,7 @@ fn srun_says_where_ranks_meet() {
     assert_sums(&sums(Path::new("srun"), &["--overcommit", "-n", "3"], &env), 3);
 }
 
-/// The script itself is no rank, whatever Slurm's variables say there.
+/// A batch script is itself no rank, although Slurm's variables in it look like a rank's.
 #[test]
 fn a_batch_script_without_srun_is_told_so_at_once() {
     let Some(slurm) = Slurm::start() else { return };
@@ -113,7 +113,7 @@ fn a_batch_script_without_srun_is_told_so_at_once() {
 #[test]
 fn mpirun_on_one_host_needs_nothing_set() {
     let Some(mpirun) = open_mpi() else { return };
-    // Open MPI refuses to run as root without that.
+    // Without `--allow-run-as-root` Open MPI refuses to run as root.
     let options = ["-n", "4", "--oversubscribe", "--allow-run-as-root"];
     assert_sums(&sums(&mpirun, &options, &[]), 4);
     // Several worlds of one job do not meet each other.
@@ -136,7 +136,8 @@ fn torchrun_whose_agent_holds_the_port_is_no_obstacle() {
     assert_sums(&sums(&torchrun, &options, &[("ALLSTREAM_TOKEN", "of this test")]), 2);
 }
 
-/// A pod sets rank and size, and says the same to all that mpirun starts in it. One of them finds nothing wrong with what it is told, and waits.
+/// A pod sets RANK and WORLD_SIZE, and both processes that mpirun starts in it inherit them. For one of the two they agree with mpirun's
+/// variables, so it finds nothing wrong, and waits for the other.
 #[test]
 fn a_place_that_two_launchers_give_is_named_at_once_by_the_rank_that_waits_too() {
     let (program, port) = (std::env::current_exe().unwrap(), free_port());

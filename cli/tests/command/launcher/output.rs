@@ -30,7 +30,7 @@ fn progress_bars_and_unfinished_lines_are_shown_as_they_come() {
         assert_eq!(until(b'\n'), "\r[0] step 2/\r[0] step 3\r\n");
         assert_eq!(until(b'p'), "[0] p");
         assert_eq!(until(b' '), "art ");
-        // Another rank's line does not continue that one, nor is the rest of it taken for the other's.
+        // Another rank's line gets a line of its own, and what then follows of the unfinished line is shown with its rank again.
         go("b");
         assert_eq!((until(b'\n'), until(b'\n')), ("\n".into(), "[1] line\n".into()));
         go("c");
@@ -64,7 +64,7 @@ fn each_rank_has_a_log_file_which_a_restart_continues() {
                 assert!(pieces.is_empty(), "{pieces:?} is missing in {log:?}");
             }
         }
-        assert!(text(&output.stdout).contains("[1] out 1"), "it is shown as well: {output:?}");
+        assert!(text(&output.stdout).contains("[1] out 1"), "the output is shown as well: {output:?}");
         // A job that is not a restart begins its files anew.
         run(&["-n", "2", "--log-dir", &dir], "echo new");
         assert_eq!(fs::read_to_string(logs.join("rank-1.log")).unwrap(), "new\n");
@@ -97,7 +97,7 @@ fn a_full_disk_is_said_and_the_job_works_on() {
     assert_eq!(fs::read_to_string(scratch.0.join("rank-0.log")).unwrap(), "one\ntwo\n");
 }
 
-/// As `ulimit -f` does it, of which a process dies unless it takes the signal.
+/// `ulimit -f` sets such a limit. A process that exceeds it gets SIGXFSZ, and dies unless it handles that signal.
 #[test]
 fn a_limit_for_the_size_of_files_does_not_end_the_launcher() {
     let scratch = Scratch::new();

@@ -1,5 +1,5 @@
 //! `allstream perf`: every collective is timed and checked, the figures are left where they were asked for, and what
-//! makes no sense is refused. How fast anything is, is not looked at here.
+//! makes no sense is refused. No test here looks at how fast anything is.
 
 use std::process::Output;
 
@@ -9,7 +9,7 @@ fn perf(arguments: &[&str]) -> Output {
     allstream(&[&["perf"], arguments].concat(), &[])
 }
 
-/// Also where a launcher, or a user, said by the environment which link it is.
+/// `perf` says so even if only the environment names the link, as a launcher or a user sets it.
 #[test]
 fn perf_says_over_which_link_its_figures_are() {
     let command = env!("CARGO_BIN_EXE_allstream");
@@ -44,7 +44,7 @@ fn perf_prints_nccl_tests_table_and_leaves_json_and_a_picture() {
     let row = &series[0]["rows"][2];
     assert_eq!((row["size"].as_u64(), row["count"].as_u64()), (Some(1024), Some(256)));
     let time = &row["in_place"];
-    // Two ranks: the bus carries as much as the algorithm.
+    // With two ranks, the bus bandwidth equals the algorithm's.
     assert!(time["median_us"].as_f64() > Some(0.0) && time["algbw"] == time["busbw"], "{time}");
     let picture = fs::read_to_string(&picture).unwrap();
     assert!(picture.starts_with("<svg") && picture.contains("shm, ring") && picture.contains("tcp, direct"));
@@ -130,7 +130,7 @@ fn perf_checks_types_reductions_and_memory() {
     ];
     for (dtype, op) in combined {
         let sizes = ["all_reduce", "-N", "4", "--threads", "-b", "2K", "-e", "2K", "-n", "1", "-w", "0"];
-        // Memory that other ranks write holds no bools: not every byte is one.
+        // The arena cannot hold bools: other ranks write it, and not every byte is a bool.
         let memory = if dtype == "bool" { "user" } else { "arena" };
         let output = perf(&[&sizes[..], &["-d", dtype, "-o", op, "--alloc", memory]].concat());
         let said = text(&output.stdout);
@@ -158,7 +158,7 @@ fn perf_refuses_what_makes_no_sense() {
         let said = text(&output.stderr);
         assert!(!output.status.success() && said.contains(expected), "{arguments:?}: {said}");
     }
-    // An algorithm that there is not for the collective: the engine's own words, from every rank.
+    // No algorithm has this name: the command refuses it before any rank starts.
     let output = perf(&["broadcast", "-N", "2", "-e", "4", "--algo", "halving"]);
     assert!(!output.status.success() && text(&output.stderr).contains("halving"), "{}", text(&output.stderr));
 }
@@ -173,7 +173,7 @@ fn perf_binds_its_ranks_to_cores_where_they_fit_and_not_where_it_is_told_otherwi
         text(&output.stdout)
     };
     let bound = "each bound to its share of the cores";
-    // One always fits; half of the processors do also where two of them are one core.
+    // One rank always fits. Half as many ranks as processors fit even if two processors are one core.
     assert!(said(&["-N", "1"]).contains(&format!("1 processes on {cores} cores, {bound}")));
     let half = (cores / 2).max(1).to_string();
     assert!(said(&["-N", &half]).contains(bound));
@@ -182,7 +182,7 @@ fn perf_binds_its_ranks_to_cores_where_they_fit_and_not_where_it_is_told_otherwi
     }
     assert!(!said(&["-N", &(cores + 1).to_string()]).contains("bound to"), "ranks that outnumber cores");
     assert!(said(&["-N", "1", "--bind-to", "numa"]).contains("share of the NUMA nodes"));
-    // Under a launcher, which has bound its ranks or not, perf has nothing to say.
+    // Under a launcher, binding is the launcher's: perf says nothing of it, and refuses `--bind-to`.
     let script = format!("'{}' perf all_reduce -e 4 -n 1 -w 0", env!("CARGO_BIN_EXE_allstream"));
     let output = run(&["-n", "1"], &script);
     assert!(output.status.success() && !text(&output.stdout).contains("bound to"), "{output:?}");

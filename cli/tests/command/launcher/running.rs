@@ -1,8 +1,8 @@
-//! A running job is asked what it does: `allstream trace --pid`.
+//! `allstream trace --pid` asks a running job what it is doing.
 
 use super::*;
 
-/// A rank that reduces over and over, and is late if it is rank 1, until a file says that it is enough.
+/// A rank that reduces over and over until the file that `TEST_END` names exists. Rank 1 is late each time.
 #[test]
 #[ignore = "a rank; started by other tests"]
 fn reduces_until_told() {
@@ -37,7 +37,7 @@ fn a_running_job_tells_who_is_late_and_runs_on() {
     let pid = child.id().to_string();
     let mut stdout = std::io::BufReader::new(child.stdout.take().unwrap());
     let mut line = String::new();
-    // The test's own deadline is the launcher's below: the ranks write this after some rounds, or end.
+    // This wait has no deadline: the ranks write this line after some rounds, or they end.
     while !line.contains("at work") {
         line.clear();
         assert!(std::io::BufRead::read_line(&mut stdout, &mut line).unwrap() > 0, "the ranks have ended");

@@ -1,12 +1,12 @@
-//! Signals that come to the launcher, and that ranks get; and what a launcher inherits that is not to harm a job.
+//! Signals to the launcher, and those that ranks get from it; and signal settings and limits that a launcher inherits.
 
 use std::os::unix::process::CommandExt;
 
 use super::*;
 
-/// A rank that tells which signals it gets, in files of its own, until there is a file `stop`; it says `ready` when it has its handlers.
-/// `shell` is put before the words of a command: what stands between the launcher and the rank. Here and below a shell starts what it waits
-/// for in the background: dash loses a signal that comes while it starts something in the foreground.
+/// A rank that makes a file `ready` once its handlers are set, and then a file for each signal that it gets, until there is a file `stop`.
+/// `shell` is a command that starts the rank's own shell, or nothing. Here and below, a shell starts in the background what it waits for:
+/// dash loses a signal that comes while it starts a command in the foreground.
 fn listener(scratch: &Scratch, shell: &str) -> String {
     let place = scratch.0.display();
     let handlers: String = (["USR1", "USR2", "CONT", "WINCH"].iter())
@@ -23,7 +23,7 @@ fn wait_for_files(scratch: &Scratch, name: &str, ranks: usize) {
     wait_until(name, || (0..ranks).all(|rank| scratch.0.join(format!("{name}.{rank}")).exists()));
 }
 
-/// Sends all signals that end nothing, and sees them come to all ranks, which work on.
+/// Sends each signal that does not end a job, checks that all ranks get it, and that they still end well.
 fn sees_all_signals(scratch: &Scratch, child: Child, ranks: usize) {
     wait_for_files(scratch, "ready", ranks);
     for (signal, name) in
@@ -70,7 +70,7 @@ fn a_rank_without_a_handler_is_not_ended_by_sigusr1_and_that_is_said() {
     );
 }
 
-/// A rank that takes a while to write a checkpoint when a signal asks for its end.
+/// A rank that takes `seconds` to write a checkpoint when SIGINT or SIGTERM tells it to end.
 fn checkpoints(scratch: &Scratch, seconds: &str) -> String {
     let place = scratch.0.display();
     let save = |name: &str| format!("trap 'sleep {seconds}; : > {place}/{name}.$RANK; exit 0' {name}; ");
@@ -92,7 +92,7 @@ fn ranks_are_told_to_end_by_the_signal_that_came_and_have_time_for_a_checkpoint(
             kill_process(pid_of(child.id()), signal).unwrap();
             let output = finish(child);
             assert_eq!(output.status.code(), Some(code), "{output:?}");
-            // The shell before each rank has ended long before it.
+            // The shell that started a rank ended at the signal, long before the rank.
             wait_for_files(&scratch, name, 2);
             let other = if name == "INT" { "TERM" } else { "INT" };
             assert!(!scratch.0.join(format!("{other}.0")).exists(), "{name}");
@@ -117,7 +117,7 @@ fn ranks_that_do_not_end_are_killed_after_the_time_given_and_at_once_the_second_
             kill_process(pid_of(child.id()), Signal::TERM).unwrap();
             wait_for_files(&scratch, "told", 2);
             if let Some(second) = second {
-                // A terminal's end is told twice, and is no second signal.
+                // A terminal that closes may send SIGHUP twice, so SIGHUP does not count as the second signal.
                 kill_process(pid_of(child.id()), Signal::HUP).unwrap();
                 kill_process(pid_of(child.id()), second).unwrap();
             }
@@ -139,7 +139,7 @@ fn a_job_is_suspended_as_a_whole_and_goes_on() {
     let rest = format!("until [ -e {}/stop ]; do sleep 0.02; done", scratch.0.display());
     let (child, pids) = start_sleepers(&["-n", "2"], 2, &scratch, &rest);
     let all: Vec<u32> = pids.into_iter().chain([child.id()]).collect();
-    // `D`: a shell that waits for its child to become another program, which stands still.
+    // `D`: a shell in vfork, which waits because its child was stopped before it became another program.
     let is_still = |pid: &u32| matches!(test_support::process_state(*pid), Some('T' | 'D'));
     let are = |stopped: bool| all.iter().all(|pid| is_still(pid) == stopped);
     kill_process(pid_of(child.id()), Signal::TSTP).unwrap();
@@ -154,7 +154,7 @@ fn a_job_is_suspended_as_a_whole_and_goes_on() {
 fn what_a_parent_ignores_or_blocks_does_no_harm() {
     let inherits = |script: &str| {
         let mut command = launcher(&["-n", "2"], script);
-        // SAFETY: between fork and exec; each of these is one system call, on memory of the closure's own.
+        // SAFETY: between fork and exec only async-signal-safe work is allowed. These three functions are, on memory of the closure's own.
         unsafe {
             command.pre_exec(|| {
                 libc::signal(libc::SIGCHLD, libc::SIG_IGN);
@@ -176,7 +176,7 @@ fn what_a_parent_ignores_or_blocks_does_no_harm() {
     }
     let scratch = Scratch::new();
     assert_eq!(finish(inherits("exit $((3 + RANK))")).status.code().map(|code| code / 3), Some(1));
-    // Blocked signals reach the launcher as well.
+    // Signals that the parent blocked still reach the launcher.
     let child = inherits(&checkpoints(&scratch, "0"));
     wait_for_files(&scratch, "ready", 2);
     kill_process(pid_of(child.id()), Signal::TERM).unwrap();
@@ -184,7 +184,7 @@ fn what_a_parent_ignores_or_blocks_does_no_harm() {
     wait_for_files(&scratch, "TERM", 2);
 }
 
-/// As few descriptors as a shell may allow are too few for the pipes of many ranks; each rank has what was allowed.
+/// A soft limit of 24 descriptors is too low for the pipes of 16 ranks: the launcher raises its own, and each rank gets the one of 24.
 #[test]
 fn a_small_limit_of_descriptors_is_for_the_ranks_and_not_for_the_launcher() {
     let shell = "ulimit -Sn 24; exec \"$0\" run -n 16 -- /bin/sh -c 'ulimit -n'";
@@ -199,14 +199,14 @@ fn a_small_limit_of_descriptors_is_for_the_ranks_and_not_for_the_launcher() {
     );
 }
 
-/// A launcher that is process 1, of a namespace of its own.
+/// The launcher is process 1 in a namespace of its own, as in a container.
 #[test]
 fn as_process_1_the_launcher_reaps_what_has_lost_its_parent() {
     let unshare = ["--user", "--map-root-user", "--pid", "--fork", "--mount-proc"];
     if let Err(why) = ssh::done(Command::new("unshare").args(unshare).arg("true")) {
         return others::left_out(&format!("no namespace of processes: {why}"));
     }
-    // Orphans end one after the other, while the rank works on; it ends with the number of those that nobody has reaped.
+    // Orphans end one after the other while the rank works on. The rank exits with the number of those that nobody has reaped.
     let script = "for i in 1 2 3 4 5; do (sleep 0.0$i & exec true); done
         i=0
         while zombies=$(grep -l '^PPid:[^0-9]*1$' /proc/[0-9]*/status | xargs grep -l '^State:.*Z' | wc -l);
@@ -223,7 +223,7 @@ fn as_process_1_the_launcher_reaps_what_has_lost_its_parent() {
     assert_eq!(output.status.code(), Some(0), "zombies of process 1: {output:?}");
 }
 
-/// The processes of ranks that stand behind a shell, of what they left in the background, and of what has made a session of its own.
+/// Each rank starts a process in a session of its own, one in the background and one behind a shell. None may outlive the launcher.
 #[test]
 fn a_killed_launcher_leaves_nothing_of_what_ranks_have_started() {
     for options in [&["-n", "2"][..], &["--hosts", "localhost:1,127.0.0.1:1"]] {
@@ -247,7 +247,7 @@ fn a_killed_launcher_leaves_nothing_of_what_ranks_have_started() {
     }
 }
 
-/// The directory of this process's cgroup, if this user may make others below it; otherwise why not.
+/// The directory of this process's cgroup, if this user may make cgroups below it; otherwise the reason.
 fn own_cgroup() -> Result<PathBuf, String> {
     let (own, mounts) = ["cgroup", "mounts"]
         .map(|name| fs::read_to_string(format!("/proc/self/{name}")).unwrap_or_default())
@@ -262,7 +262,8 @@ fn own_cgroup() -> Result<PathBuf, String> {
     Ok(own)
 }
 
-/// A process that has left its rank's session and has nothing of the job in its environment. It writes its number and its cgroup to files.
+/// A command that starts a process outside its rank's session, with nothing of the job in its environment. The process writes its id and
+/// its cgroup to files.
 fn escaped(scratch: &Scratch) -> String {
     let place = scratch.0.display();
     let rank = format!(
@@ -273,14 +274,14 @@ fn escaped(scratch: &Scratch) -> String {
     format!("env -i PATH=\"$PATH\" setsid sh {place}/escaped.sh $RANK > {place}/output 2>&1 &")
 }
 
-/// What has left the session and the environment of its rank is found by the job's cgroup. That is gone at the end, too.
+/// A process that has left its rank's session and environment is found by the job's cgroup. The cgroup is removed at the end.
 #[test]
 fn in_a_cgroup_nothing_is_left_of_a_job_whatever_has_become_of_the_launcher() {
     let own = match own_cgroup() {
         Ok(own) => own,
         Err(why) => return others::left_out(&format!("no cgroup for the ranks of a job: {why}")),
     };
-    // The launcher is killed, or ends its ranks, or one of them fails.
+    // The launcher is killed, or is told to end the job, or the ranks fail.
     for (rest, signal) in
         [("exec sleep 1000", Some(Signal::KILL)), ("exec sleep 1000", Some(Signal::TERM)), ("exit 3", None)]
     {
@@ -314,7 +315,7 @@ fn wait_for_cgroups_to_go(own: &Path, scratch: &Scratch) {
     }
 }
 
-/// After a job that has ended well a process with a session of its own may go on, in the cgroup from which the job was started.
+/// After a job that has ended well, a process with its own session may live on, in the cgroup in which the launcher was started.
 #[test]
 fn what_outlives_a_job_that_ended_well_goes_back_to_the_launchers_cgroup() {
     let own = match own_cgroup() {

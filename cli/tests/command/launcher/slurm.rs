@@ -1,16 +1,16 @@
-//! A Slurm of one node, made and removed here.
+//! A Slurm cluster of one node, which a test starts and removes.
 
 use super::ssh::{done, program};
 use super::*;
 
-/// Its daemons, and the directory that holds all that they write. Dropped, they end.
+/// The cluster's daemons, and the directory that holds all that they write. Dropping this ends the daemons.
 pub(super) struct Slurm {
     scratch: Scratch,
     daemons: Vec<Child>,
 }
 
 impl Slurm {
-    /// `None`, said on stderr: this machine cannot have one.
+    /// `None` if this machine cannot have such a cluster; stderr then says why.
     pub(super) fn start() -> Option<Slurm> {
         Slurm::make().inspect_err(|why| others::left_out(&format!("no Slurm of one node: {why}"))).ok()
     }
@@ -72,7 +72,7 @@ impl Slurm {
         }
     }
 
-    /// The path of its configuration, which `SLURM_CONF` names.
+    /// The path of the cluster's configuration, for the variable `SLURM_CONF`.
     pub(super) fn conf(&self) -> String {
         self.scratch.0.join("slurm.conf").display().to_string()
     }

@@ -1,13 +1,13 @@
-//! Several hosts by real ssh: two network namespaces, made and removed here, with a cable between them and an sshd of
-//! our own behind it. What is not installed, or not allowed, is said to be left out; it fails nothing.
+//! Several hosts by real ssh: two network namespaces, made and removed here, with a virtual cable between them and an sshd
+//! of our own in the second. If a program or a permission is missing, a test says that it is skipped, and does not fail.
 
 use super::*;
 
-/// Where the two namespaces are to each other: nobody else can see these addresses.
+/// The addresses of the two namespaces, which nobody else can see.
 const NEAR: &str = "10.213.7.1";
 const FAR: &str = "10.213.7.2";
 const PORT: &str = "2222";
-/// Where ranks say that they are there; passed on to all hosts, as all variables of ours.
+/// The variable with the directory in which ranks write their process ids. All hosts get it, as all variables of ours.
 const PLACE: &str = "ALLSTREAM_TEST_PLACE";
 
 /// Two hosts of one machine, and the command by which the first reaches the second.
@@ -17,7 +17,7 @@ struct TwoHosts {
     sshd: Option<Child>,
 }
 
-/// Runs a command to its end; what it said where it failed.
+/// Runs a command to its end. The error is what it wrote to stderr.
 pub(super) fn done(command: &mut Command) -> Result<(), String> {
     let shown = format!("{command:?}");
     let child = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn();
@@ -26,7 +26,7 @@ pub(super) fn done(command: &mut Command) -> Result<(), String> {
     if output.status.success() { Ok(()) } else { Err(said()) }
 }
 
-/// A program of the system's, which may be where only root looks.
+/// The path of a program of the system, which may be in a directory that only root has in `PATH`.
 pub(super) fn program(name: &str) -> Result<PathBuf, String> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     let dirs = std::env::split_paths(&path).chain(["/usr/sbin", "/sbin"].map(PathBuf::from));
@@ -34,7 +34,7 @@ pub(super) fn program(name: &str) -> Result<PathBuf, String> {
 }
 
 impl TwoHosts {
-    /// `None`, said on stderr: this machine cannot have them.
+    /// `None` if this machine cannot have two such hosts; stderr then says why.
     fn new() -> Option<TwoHosts> {
         let made = TwoHosts::make();
         made.inspect_err(|why| others::left_out(&format!("no two hosts with ssh between them: {why}"))).ok()
@@ -47,7 +47,7 @@ impl TwoHosts {
         let (ip, sshd, keygen) = (program("ip")?, program("sshd")?, program("ssh-keygen")?);
         program("ssh")?;
         let scratch = Scratch::new();
-        // Short, for a cable's end has a name of 15 letters at most; with the number of this process, for others may run.
+        // The end of a cable has a name of 15 letters at most. It has this process's number, as other processes may run these tests.
         let name = |end| format!("as{}{}{end}", std::process::id(), NEXT.load(Ordering::Relaxed) % 10);
         static NEXT: AtomicUsize = AtomicUsize::new(0);
         NEXT.fetch_add(1, Ordering::Relaxed);
@@ -69,7 +69,7 @@ impl TwoHosts {
         let end = Instant::now() + DEADLINE;
         let command = hosts.ssh();
         loop {
-            // Whether plain ssh works here; if not, there is nothing to be learned about ours.
+            // If plain ssh does not work here, nothing can be learned about the launcher.
             let words = command.split(' ').chain([FAR, "true"]);
             match done(hosts.inside(0).args(words)) {
                 Ok(()) => return Ok(hosts),
@@ -83,7 +83,7 @@ impl TwoHosts {
         self.scratch.0.join(file)
     }
 
-    /// A command on one of the hosts. Its process is the one that is started.
+    /// A command on one of the hosts: `ip` becomes the program, so the child is the program itself.
     fn inside(&self, host: usize) -> Command {
         let mut command = Command::new("ip");
         command.args(["netns", "exec", &self.names[host]]);
@@ -104,7 +104,7 @@ impl TwoHosts {
             "PermitRootLogin prohibit-password".into(),
         ];
         fs::write(&config, lines.join("\n") + "\n").map_err(|e| e.to_string())?;
-        // It wants an empty directory of its own in /run, which is made where nobody else sees it.
+        // sshd wants an empty directory of its own in /run. It is made in a /run that nobody else sees.
         let script = "mount -t tmpfs none /run && mkdir -m 755 /run/sshd && exec \"$0\" -D -e -f \"$1\"";
         let mut command = self.inside(1);
         command.args(["sh", "-c", script]).arg(sshd).arg(config);
@@ -122,7 +122,7 @@ impl TwoHosts {
         )
     }
 
-    /// Rank 0 on the first host and rank 1 on the other, which run `script`; how to get there says the variable.
+    /// Starts rank 0 on the first host and rank 1 on the other, which run `script`. `ALLSTREAM_SSH` says how to reach it.
     fn launch(&self, script: &str) -> Child {
         self.job(&["--hosts", &format!("localhost,{FAR}"), "--", "/bin/sh", "-c", script])
     }
@@ -140,7 +140,7 @@ impl TwoHosts {
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
     }
 
-    /// Two ranks of one world that have written their process ids, and wait for each other for ever.
+    /// A launcher, and the process ids of its two ranks, which have met and wait for each other for ever.
     fn waiters(&self) -> (Child, [u32; 2]) {
         let file = |rank: usize| self.at(&format!("rank.{rank}"));
         (0..2).for_each(|rank| drop(fs::remove_file(file(rank))));
@@ -182,7 +182,7 @@ impl Drop for TwoHosts {
     }
 }
 
-/// What the ranks do of which one is killed: who loses the other says so and ends, so that nobody waits for a time of grace.
+/// A rank of which a test kills one: the rank that loses the other says so and ends, so that no time of grace is waited for.
 #[test]
 #[ignore = "a rank; started by other tests"]
 fn waits_for_the_other_rank() {
@@ -194,14 +194,14 @@ fn waits_for_the_other_rank() {
     comm.recv(vec![0u8], 1 - rank).wait().unwrap_or_else(|failed| panic!("{}", failed.error));
 }
 
-/// No ssh is needed for this one: an agent of this host inherits the variable as well.
+/// This test needs no ssh: the agent of this host, which must not take the variable for an option, inherits it too.
 #[test]
 fn agents_start_ranks_where_the_variable_says_how_to_reach_hosts() {
     let mut command = launcher(&["--hosts", "localhost:2"], "echo $RANK of $WORLD_SIZE");
     let output = finish(command.env("ALLSTREAM_SSH", "/nowhere/ssh -x").spawn().unwrap());
     assert!(output.status.success(), "{output:?}");
     assert_eq!(sorted_lines(&output.stdout), ["[0] 0 of 2", "[1] 1 of 2"]);
-    // It is what reaches another host, and an option wins over it.
+    // The variable's command is what reaches another host, and `--ssh` wins over it.
     let far = |options: &[&str]| {
         let options = [&["--hosts", "far"], options].concat();
         let mut command = launcher(&options, "true");
@@ -224,21 +224,21 @@ fn a_world_forms_over_real_ssh() {
 fn whatever_is_killed_over_real_ssh_the_job_ends_and_no_process_is_left() {
     let Some(hosts) = TwoHosts::new() else { return };
     let kill = |pid: u32| kill_process(pid_of(pid), Signal::KILL).unwrap();
-    // A rank of the other host.
+    // Kill a rank on the other host.
     let (child, pids) = hosts.waiters();
     kill(pids[1]);
     let output = finish(child);
-    // Its own end, or that of the other, which lost it: whichever the launcher hears of first.
+    // The code of the killed rank, or of rank 0, which lost it: whichever the launcher hears of first.
     assert!(matches!(output.status.code(), Some(137 | 101)), "{output:?}");
     assert!(text(&output.stderr).contains("rank 1"), "{output:?}");
     wait_until("no rank is left", || pids.iter().all(|pid| !alive(*pid)));
-    // The connection.
+    // Kill the connection.
     let (child, pids) = hosts.waiters();
     kill(hosts.connection());
     let output = finish(child);
     assert!(!output.status.success() && text(&output.stderr).contains(&format!("host {FAR}")), "{output:?}");
     wait_until("no rank is left", || pids.iter().all(|pid| !alive(*pid)));
-    // The launcher.
+    // Kill the launcher.
     let (mut child, pids) = hosts.waiters();
     child.kill().unwrap();
     child.wait().unwrap();
@@ -259,7 +259,7 @@ fn a_host_whose_cable_is_cut_is_lost_and_the_other_host_goes_on() {
             done(Command::new("ip").args(["-n", near, "link", "set", near, "down"])).unwrap();
         }
     });
-    // Nobody has said goodbye, no connection was closed: the heartbeat tells, of ranks and of the launcher's ssh.
+    // No goodbye comes, and no end of a connection: only heartbeats tell, those of the ranks and that of the launcher's ssh.
     assert!(lines.iter().any(|line| line.ends_with("2 ranks go on without [2, 3]")), "{lines:#?} {output:?}");
     survive::assert_survived(&lines, 2);
     assert_eq!(output.status.code(), Some(0), "{output:?}");

@@ -1,4 +1,4 @@
-//! What comes to the launcher's stdin, and which ranks have it.
+//! Which ranks get what comes to the launcher's stdin.
 
 use std::io::{BufRead, BufReader, Write};
 
@@ -11,7 +11,7 @@ const HERE: [&str; 2] = ["-n", "2"];
 fn fed(options: &[&str], script: &str, input: &[u8]) -> Output {
     let mut child = launcher(options, script).stdin(Stdio::piped()).spawn().unwrap();
     let (mut pipe, input) = (child.stdin.take().unwrap(), input.to_vec());
-    // Not here: a launcher whose ranks do not read takes no more than a pipe holds.
+    // Another thread writes: if no rank reads, the launcher takes only so much, and then writing blocks.
     let writer = thread::spawn(move || _ = pipe.write_all(&input));
     let output = finish(child);
     writer.join().unwrap();
@@ -53,7 +53,7 @@ fn much_of_it_arrives_whole_and_ranks_that_do_not_read_hold_up_nothing() {
     }
 }
 
-/// A debugger's prompt has no end of line, and what is typed is the answer.
+/// A debugger's prompt has no end of line, and must be shown before the user types an answer.
 #[test]
 fn a_prompt_is_shown_and_its_answer_read() {
     let script = "[ $RANK = 0 ] || exit 0; printf '(Pdb) '; read x; echo \"answer $x\"; printf '(Pdb) '; read x; echo \"answer $x\"";
@@ -63,7 +63,7 @@ fn a_prompt_is_shown_and_its_answer_read() {
             (child.stdin.take().unwrap(), BufReader::new(child.stdout.take().unwrap()));
         for answer in ["c\n", "q\n"] {
             let mut prompt = Vec::new();
-            // Were it not shown, the answer would never come, and the launcher's end neither.
+            // If the prompt were not shown, this would wait for ever: the rank would have no answer and not end.
             shown.read_until(b')', &mut prompt).unwrap();
             assert_eq!(text(&prompt), "[0] (Pdb)");
             answers.write_all(answer.as_bytes()).unwrap();
@@ -75,7 +75,7 @@ fn a_prompt_is_shown_and_its_answer_read() {
     }
 }
 
-/// `script` gives the launcher a terminal, to whose foreground its ranks do not belong.
+/// The program `script` gives the launcher a terminal. The ranks are not in the terminal's foreground process group.
 #[test]
 fn rank_0_reads_a_terminal_and_no_rank_is_stopped() {
     if let Err(why) = ssh::program("script") {

@@ -7,7 +7,7 @@ use super::slurm::Slurm;
 use super::*;
 use crate::examples::example;
 
-/// Processes that run this program for a job with this secret.
+/// The processes that run this program for the job with this secret.
 fn ranks_of(program: &Path, token: &str) -> Vec<u32> {
     let token = format!("ALLSTREAM_TOKEN={token}");
     let entries = fs::read_dir("/proc").unwrap().flatten();
@@ -20,8 +20,8 @@ fn ranks_of(program: &Path, token: &str) -> Vec<u32> {
     pids.filter(is_ours).collect()
 }
 
-/// Reads what a job of the example writes to stdout, and does something after each line that says how far it is; all lines, and how
-/// the launcher ended.
+/// Reads what the example's job writes to stdout, and calls `after_some_epochs` after each line that reports an epoch. Returns all lines,
+/// and how the launcher ended.
 pub(super) fn follow(mut child: Child, mut after_some_epochs: impl FnMut()) -> (Vec<String>, Output) {
     let (tell, told) = mpsc::channel();
     let stdout = BufReader::new(child.stdout.take().unwrap());
@@ -37,8 +37,8 @@ pub(super) fn follow(mut child: Child, mut after_some_epochs: impl FnMut()) -> (
     (lines, finish(child))
 }
 
-/// Starts the example under a launcher, with so many ranks, and kills one that is drawn at random whenever ten more epochs are
-/// trained, until `left` are left; the example trains for so many epochs. All that is written to stdout, and how the launcher ended.
+/// Starts the example under a launcher that starts `ranks` ranks, to train for `epochs` epochs. Kills a random rank whenever ten more
+/// epochs are reported, until `left` are left. Returns the lines of stdout, and the launcher's exit code.
 fn lose_ranks(mut launcher: Command, epochs: usize, ranks: usize, left: usize) -> (Vec<String>, Option<i32>) {
     static NEXT: AtomicUsize = AtomicUsize::new(0);
     let token = format!("survive {} {}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
@@ -59,7 +59,7 @@ fn lose_ranks(mut launcher: Command, epochs: usize, ranks: usize, left: usize) -
     (lines, output.status.code())
 }
 
-/// The survivors have learnt to read, and know how many they are.
+/// `left` survivors say that there are so many of them, and read at least 95 % of the digits right.
 pub(super) fn assert_survived(lines: &[String], left: usize) {
     let of = format!(" of {left}: ");
     let ends: Vec<f32> = lines
@@ -84,7 +84,7 @@ fn survivors_work_on_under_open_mpi_with_recovery() {
     let Some(mpirun) = others::open_mpi() else { return };
     let mut command = others::without_ranks(&mpirun);
     command.args(["--allow-run-as-root", "--oversubscribe", "--enable-recovery", "-n", "4"]);
-    // Its mpirun shares the cores with four ranks, and shows what they say late: most of a short training would be over by then.
+    // mpirun shares the cores with four ranks, and shows their output late: most of a short training would be over by then.
     let (lines, code) = lose_ranks(command, 1500, 4, 2);
     assert_survived(&lines, 2);
     assert_eq!(code, Some(0));

@@ -1,4 +1,4 @@
-//! `allstream tune`: what it measures is written, printed, and chosen by.
+//! `allstream tune`: the command writes and prints what it measures, and algorithms are chosen by that table.
 
 use serde_json::Value;
 
@@ -27,7 +27,7 @@ fn tune_measures_and_predicts_and_adds_to_what_is_there() {
         let here = |row: &&Value| row["link"] == link && row["collective"] == kind && row["ranks"] == ranks;
         rows.iter().filter(here).collect::<Vec<_>>()
     };
-    // All_reduce comes with every table: links are described by it.
+    // Every table has all_reduce: the figures of links come from its times.
     for kind in ["all_reduce", "all_gather"] {
         let measured = find("shm", kind, 2);
         assert_eq!(measured.len(), 2, "two sizes: {rows:?}");
@@ -71,13 +71,13 @@ fn a_table_that_is_named_must_be_there_and_one_that_is_off_is_not_used() {
         text(&broken.stderr)
     );
     assert!(with_table(&perf, "off").status.success());
-    // One that is good is said to be used, and by whom it was made.
+    // If a table is good, the log says that it is used, and who made it.
     fs::write(&path, r#"{"format": 1, "made": "by a test", "figures": [], "rows": []}"#).unwrap();
     let info = ("ALLSTREAM_LOG", "info");
     let used = allstream(&perf, &[("ALLSTREAM_TUNING", path.to_str().unwrap()), info]);
     let said = text(&used.stderr);
     assert!(used.status.success() && said.contains("tuning.json: by a test"), "{said}");
-    // Where it lies if nothing is said; a broken one there is passed over.
+    // If no variable names a table, the one in the cache folder is used. If that one is broken, it is passed over.
     let cached = scratch.0.join("allstream").join("tuning.json");
     fs::create_dir_all(cached.parent().unwrap()).unwrap();
     for (table, says) in [

@@ -1,4 +1,4 @@
-//! The functions of the driver that are used, by the names that its header gives them with their versions.
+//! The functions of the CUDA driver that allstream uses, by their symbols, in the version (such as `_v2`) that the driver's header chooses.
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
 
@@ -8,8 +8,8 @@ use crate::functions::functions;
 
 functions! {
     Cuda answers CuResult, fails with CudaError, is called:
-        "As the driver's documentation asks: handles are of things that still exist, pointers are valid for what it reads and writes, until the \
-         work is done where that comes later than the call.";
+        "As the driver's documentation asks: handles are of objects that still exist, and pointers are valid for what the driver reads and \
+         writes, until the work is done if that is later than the call.";
     required, check {
         init(flags: c_uint) = "cuInit";
         driver_get_version() -> c_int = "cuDriverGetVersion";
@@ -68,7 +68,7 @@ functions! {
         ) = "cuLaunchKernel";
     }
     optional, check {
-        /// Differs from `cuDeviceGetUuid` where a device is divided.
+        /// Differs from `cuDeviceGetUuid` if the device is divided (MIG): then this is the UUID of the instance.
         device_get_uuid_v2 / has_device_get_uuid_v2(device: CuDevice) -> CuUuid = "cuDeviceGetUuid_v2";
         device_total_mem / has_device_total_mem(device: CuDevice) -> usize = "cuDeviceTotalMem_v2";
         device_get_pci_bus_id / has_device_get_pci_bus_id(id: *mut c_char, len: c_int, device: CuDevice) = "cuDeviceGetPCIBusId";
