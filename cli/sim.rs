@@ -18,7 +18,7 @@ pub(crate) struct SimArgs {
     /// The collective: all_reduce, broadcast, ...
     collective: Kind,
     /// Ranks: 1 to 1024
-    #[arg(short = 'n', long, value_name = "N")]
+    #[arg(short = 'n', long, value_name = "N", value_parser = ranks)]
     ranks: usize,
     /// Bytes of each rank's buffer, as nccl-tests counts them (K, M, G are powers of 1024); for collectives of
     /// several blocks, the bytes of all blocks together
@@ -59,6 +59,12 @@ pub(crate) struct SimArgs {
 fn straggler(text: &str) -> Result<(usize, f64), String> {
     let parse = |(rank, factor): (&str, &str)| Some((rank.parse().ok()?, factor.parse().ok()?));
     text.split_once(':').and_then(parse).ok_or_else(|| "expected RANK:FACTOR, such as 3:2.5".into())
+}
+
+fn ranks(text: &str) -> Result<usize, String> {
+    let n: usize = text.parse().map_err(|error| format!("{error}"))?;
+    let most = allstream::sim::MOST_RANKS;
+    if (1..=most).contains(&n) { Ok(n) } else { Err(format!("1 to {most} ranks can be simulated")) }
 }
 
 #[derive(Serialize)]

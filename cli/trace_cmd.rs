@@ -68,6 +68,9 @@ struct Recording {
     /// Cores that the process may run on; 0 where that is not known.
     #[serde(default)]
     cores: usize,
+    /// The numbers of these cores; empty where they are not known.
+    #[serde(default)]
+    core_numbers: Vec<usize>,
     /// How its host's clock differs from that of rank 0's host, if that is another host.
     #[serde(default)]
     clock: Option<Clock>,
@@ -162,6 +165,11 @@ enum State {
 impl Operation {
     fn open(&self) -> bool {
         matches!(self.state, State::Queued | State::Running)
+    }
+
+    /// Whether it failed. An operation that failed with its communicator keeps the state that it had then, and has an end.
+    fn failed(&self) -> bool {
+        self.state == State::Failed || self.open() && self.finished_us.is_some()
     }
 
     /// Whether this is a message: messages are not numbered along with the collectives, but for each peer and tag.

@@ -22,6 +22,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use parking_lot::Mutex;
+use rustix::thread::{CpuSet, sched_getaffinity};
 use serde::Serialize;
 
 use self::steps::Steps;
@@ -403,14 +404,21 @@ pub(crate) struct Recording {
     place: RankPlace,
     pid: u32,
     host: String,
-    /// Cores that this process may run on.
+    /// How many cores this process may run on, and their numbers.
     cores: usize,
+    core_numbers: Vec<usize>,
     written_at_unix_ms: f64,
     cause: Option<String>,
     comms: Vec<CommRecord>,
     /// The file that this goes to. `None`: it is not written.
     #[serde(skip)]
     file: Option<Arc<RecordFile>>,
+}
+
+/// The numbers of the cores that this process may run on; none if the system does not tell.
+fn core_numbers() -> Vec<usize> {
+    let may = sched_getaffinity(None);
+    may.map_or(Vec::new(), |may| (0..CpuSet::MAX_CPU).filter(|core| may.is_set(*core)).collect())
 }
 
 impl Recording {
@@ -427,6 +435,7 @@ impl Recording {
             pid: std::process::id(),
             host: rustix::system::uname().nodename().to_string_lossy().into_owned(),
             cores: std::thread::available_parallelism().map_or(1, usize::from),
+            core_numbers: core_numbers(),
             written_at_unix_ms: unix_us() / 1e3,
             cause: cause.map(Error::to_string),
             comms,

@@ -207,7 +207,8 @@ fn compare(what: &str, alone: &Trained, habit: HabitOf) -> Result<()> {
             let theirs = &whole[rank % 2 * ours.len()..][..ours.len()];
             let differences = ours.iter().zip(theirs).map(|(a, b)| (a - b).abs());
             // NaN is not near anything.
-            largest = differences.fold(largest, |most, d| if d <= most { most } else { d });
+            largest =
+                differences.fold(largest, |most: f32, d| if d <= most || most.is_nan() { most } else { d });
         }
         if rank == 0 {
             let ((first, last), (made, taken)) = (trained.losses, trained.groups);

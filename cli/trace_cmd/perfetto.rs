@@ -5,7 +5,7 @@
 
 use serde_json::{Value, json};
 
-use super::{Recording, State};
+use super::Recording;
 
 /// Rows of one communicator: operations that run, those that are queued, messages, steps.
 const ROWS: usize = 4;
@@ -42,7 +42,7 @@ fn rank(events: &mut Vec<Value>, process: usize, recording: &Recording) {
             let started = o.started_us.unwrap_or(o.submitted_us).max(o.submitted_us);
             let end = o.finished_us.unwrap_or(written).max(started);
             let args = json!({
-                "number": o.number, "algorithm": o.algo, "bytes": o.bytes, "failed": o.state == State::Failed,
+                "number": o.number, "algorithm": o.algo, "bytes": o.bytes, "failed": o.failed(),
                 "ended": o.finished_us.is_some(),
             });
             if o.started_us.is_none() && o.open() {

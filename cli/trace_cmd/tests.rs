@@ -174,6 +174,23 @@ fn times_tell_a_slow_rank_from_a_slow_operation() {
 }
 
 #[test]
+fn ranks_that_are_bound_apart_share_no_cores() {
+    let verdict = |cores: &dyn Fn(usize) -> Vec<usize>| {
+        let call = serde_json::json!({ "number": 0, "call": "barrier()", "state": "done", "submitted_us": 1e6,
+            "started_us": 1e6, "finished_us": 1.01e6 });
+        let mut files: Vec<Recording> =
+            (0..3).map(|rank| recording(rank, 3, std::slice::from_ref(&call))).collect();
+        for file in &mut files {
+            file.core_numbers = cores(file.rank);
+            file.cores = file.core_numbers.len();
+        }
+        merge(files, &TIMES).worlds[0].communicators[0].times[0].verdict.clone()
+    };
+    let share = |cores: &dyn Fn(usize) -> Vec<usize>| verdict(cores).contains("3 ranks share 2 cores");
+    assert!(!share(&|rank| vec![rank]) && share(&|_| vec![4, 5]) && share(&|rank| vec![rank / 2]));
+}
+
+#[test]
 fn times_are_told_of_survivors_alone() {
     let call = |late: f64| {
         serde_json::json!({ "number": 0, "call": "barrier()", "state": "done", "submitted_us": 1e6 + late,

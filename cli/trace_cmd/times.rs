@@ -1,7 +1,7 @@
 //! `allstream trace --times`: who is waited for, how long an operation takes once all have called it, and whether that is what the
 //! tuner's table expects. The answer to "is it my network or my code?".
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
 
 use allstream::tuning::{Figures, GroupShape, Row, Table};
@@ -139,15 +139,21 @@ pub(super) fn times(
     all
 }
 
-/// The host on which more of these ranks run than there are cores that one of them may use, if there is one: its name, ranks and cores.
+/// The host on which more of these ranks run than there are cores that they may use, if there is one: its name, ranks and cores. Ranks that are bound
+/// apart have all their cores together.
 fn crowded(files: &BTreeMap<usize, Recording>, members: &[usize]) -> Option<(String, usize, usize)> {
-    let mut hosts: BTreeMap<u32, (usize, &Recording)> = BTreeMap::new();
+    let mut hosts: BTreeMap<u32, Vec<&Recording>> = BTreeMap::new();
     for file in members.iter().filter_map(|member| files.get(member)) {
-        let host = file.hosts.get(file.rank).copied().unwrap_or(0);
-        hosts.entry(host).or_insert((0, file)).0 += 1;
+        hosts.entry(file.hosts.get(file.rank).copied().unwrap_or(0)).or_default().push(file);
     }
-    let over = hosts.into_values().filter(|(ranks, file)| file.cores > 0 && *ranks > file.cores);
-    over.max_by_key(|(ranks, _)| *ranks).map(|(ranks, file)| (file.host.clone(), ranks, file.cores))
+    let of_host = |files: Vec<&Recording>| {
+        let together: BTreeSet<usize> = files.iter().flat_map(|file| &file.core_numbers).copied().collect();
+        // A recording without the numbers has how many cores there are.
+        let least = if files.iter().any(|file| file.core_numbers.is_empty()) { files[0].cores } else { 0 };
+        (files[0].host.clone(), files.len(), together.len().max(least))
+    };
+    let over = hosts.into_values().map(of_host).filter(|(_, ranks, cores)| *cores > 0 && ranks > cores);
+    over.max_by_key(|(_, ranks, _)| *ranks)
 }
 
 /// Milliseconds that the table expects: interpolated between the measured sizes around this one, or else predicted from the figures of such
@@ -161,8 +167,10 @@ fn expected(
     let table = table?;
     let kind: Kind = operation.collective.as_deref()?.parse().ok()?;
     let link: LinkClass = comm.link.parse().ok()?;
-    let host = |member: &usize| files.get(member).and_then(|file| file.hosts.get(file.rank).copied());
-    let hosts: std::collections::BTreeSet<u32> = comm.members.iter().filter_map(host).collect();
+    // Each file names all ranks' hosts, also of those that have left no file.
+    let of_ranks = files.values().map(|file| &file.hosts).max_by_key(|hosts| hosts.len())?;
+    let hosts: BTreeSet<u32> =
+        comm.members.iter().filter_map(|member| of_ranks.get(*member).copied()).collect();
     let (ranks, bytes) = (comm.members.len(), operation.bytes.max(1));
     let group = GroupShape { link, hosts: hosts.len().max(1), ranks };
     let of = |row: &&Row| row.group == group && row.collective == kind;

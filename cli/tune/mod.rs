@@ -140,6 +140,8 @@ fn as_rank(args: &TuneArgs, class: LinkClass) -> Result<Option<Found>, BoxError>
                 .into(),
         );
     }
+    // What is measured is stored as times of the links between hosts that there are.
+    let class = comm.links().pop().filter(|_| as_it_is).unwrap_or(class);
     let found = measure(&mut comm, args, class)?;
     let is_first = comm.rank() == 0;
     runtime.block_on(comm.close())?;

@@ -258,7 +258,9 @@ on_both! {
     }
 
     /// A zeroed buffer of `len` elements in memory that the other ranks of this host read and write in place: a
-    /// collective on it copies nothing into staging slots. In all else it is an ordinary buffer.
+    /// collective on it copies nothing into staging slots. A network card that carries it over RDMA reads and writes it in place, too:
+    /// the first operation over such a link registers the buffer, which pins all of it, until it is dropped. In all else it is an
+    /// ordinary buffer.
     ///
     /// # Errors
     /// [`Error::System`] when no room is left: a rank has room for 4 GB of such buffers at a time.

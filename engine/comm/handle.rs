@@ -161,8 +161,9 @@ pub struct Stats {
     /// the host. At most 64 MB are kept for each device, or one larger block for a second after its last use.
     pub pinned_bytes: usize,
     /// Bytes of memory that this process has registered with network cards for links over RDMA, which pins it: 4 MB for each rank that has such
-    /// links, and up to 1.1 MB for each such link that was used. Once the links of a rank have 40 MiB (`ALLSTREAM_RDMA_MEMORY`), each further
-    /// link takes 16 KB. 0 when all worlds that used RDMA are closed.
+    /// links, up to 1.1 MB for each such link that was used, and buffers of [`Comm::alloc`](crate::Comm::alloc) that such links have carried.
+    /// Once the links of a rank have 40 MiB (`ALLSTREAM_RDMA_MEMORY`), each further link takes 16 KB. 0 when all worlds that used RDMA are
+    /// closed.
     pub registered_bytes: usize,
     /// Failed operations of this rank's world whose buffers are kept in quarantine, because another process (one that is stopped,
     /// say) or a device may still touch them. The buffers are dropped once nobody can, such as when that process has exited.

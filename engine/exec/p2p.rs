@@ -398,8 +398,9 @@ impl Messages {
         let at = m.message.memory.wrapping_add(m.done);
         let rx = self.port.rx(rank)?;
         let taken = if rx.is_byte_stream() {
-            // SAFETY: `left` bytes from `done` lie in the receive's buffer (checked above), which the table owns.
-            unsafe { rx.receive_into(at, left, 1)? }
+            let rest = m.message.bytes - m.done;
+            // SAFETY: the message's `rest` bytes from `done` on lie in the receive's buffer, which the table owns, and nobody else writes them.
+            unsafe { rx.receive_into(at, rest, 1)? }
         } else {
             // SAFETY: `ready` bytes can be read, and fit (`left`, as above). The two do not overlap: the frame is the peer's or the link's.
             unsafe { kernels::copy(frame.data, &[at], frame.ready) };
@@ -484,7 +485,7 @@ impl Messages {
 
     fn short(&mut self, rank: Rank, kind: Type, s: Signature, number: u64, offset: u64) -> Result<(), Error> {
         let header = Header { offset, ..self.header(kind, s, number, 0, 0) };
-        let nothing = FrameSource { operation: u64::MAX, step: 0, receiver: 0, end: 0 };
+        let nothing = FrameSource { operation: u64::MAX, step: 0, receiver: 0, is_copied: false, end: 0 };
         self.port.post(rank, header, &Payload::Memory(std::ptr::null()), nothing)?;
         Ok(())
     }
@@ -538,7 +539,8 @@ impl Messages {
         {
             return Ok(false);
         }
-        let source = |end| FrameSource { operation: key.number(), step: 0, receiver: 0, end };
+        let source =
+            |end| FrameSource { operation: key.number(), step: 0, receiver: 0, is_copied: true, end };
         if stage == Stage::New {
             let eager = t.bytes <= EAGER && self.peers[rank].credits > 0 && t.whole.is_none();
             // Without a free slot the message is announced: its data then goes in ring cells, which need no slots.

@@ -26,6 +26,8 @@ pub(crate) struct FrameSource {
     /// Which step, and which of its receivers.
     pub(crate) step: u32,
     pub(crate) receiver: u32,
+    /// Whether the receiver copies the payload, and does not combine it with other operands.
+    pub(crate) is_copied: bool,
     /// What is sent is free up to here: an element of the step's chunk, or a byte of the message or of the lent chunk.
     pub(crate) end: usize,
 }
@@ -177,7 +179,8 @@ impl Port {
         // SAFETY: memory of an operation stays in the table until every frame from it is released (`reap` moves the
         // released mark, and the operation completes only then) or the links are revoked; a slot is given back by
         // `reap` after its last release. Both are valid for `len` bytes: callers cut frames from checked ranges.
-        let posted = unsafe { tx.post(header, at)? };
+        let posted =
+            unsafe { if source.is_copied { tx.post_to_copy(header, at)? } else { tx.post(header, at)? } };
         let gone = posted == Posted::Copied && tx.leaves();
         let elsewhere = posted == Posted::Held && !is_in_slot && tx.touches(at, header.len as usize);
         let is_free = posted == Posted::Copied || is_in_slot && tx.arrives_unread();
@@ -425,7 +428,7 @@ mod tests {
         let source = vec![0u8; 1000];
         let post = |port: &mut Port, number: usize, len: u32| {
             let header = Header { comm: 0, op: 0, offset: 0, len, message: 0, signature: Default::default() };
-            let from = FrameSource { operation: 7, step: 0, receiver: 0, end: number };
+            let from = FrameSource { operation: 7, step: 0, receiver: 0, is_copied: false, end: number };
             port.post(1, header, &Payload::Memory(source.as_ptr()), from).unwrap()
         };
         let back = |port: &mut Port, count: u64| {

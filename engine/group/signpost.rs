@@ -22,6 +22,7 @@ use super::address::Address;
 use super::addresses::{is_literal, listen_at};
 use super::connect::{connect_once, resolve};
 use super::handshake::{self, DEADLINE, Purpose, Refusal, Token};
+use super::host::Process;
 use super::me::Me;
 use super::registration::{News, Registration};
 use super::wire::{self, Frames};
@@ -31,8 +32,18 @@ const LOOK: Duration = Duration::from_millis(500);
 /// How long one look takes at most.
 const LOOKING: Duration = Duration::from_secs(2);
 
-/// Where rank 0 listens, and its process id (for messages to people), once it has said so.
-type Known = Option<(Vec<SocketAddr>, u32)>;
+/// What rank 0 has said on a connection that it keeps.
+#[derive(Clone)]
+struct RankZero {
+    /// Where it listens.
+    addresses: Vec<SocketAddr>,
+    process: Process,
+    /// The address at its end of the connection.
+    from: Option<SocketAddr>,
+}
+
+/// `None` as long as rank 0 has not come.
+type Known = Option<RankZero>;
 
 /// A rank's signpost. Dropping this takes it down.
 pub(super) struct Signpost {
@@ -69,7 +80,7 @@ impl Signpost {
 /// Waits until rank 0 has said where it is.
 async fn announced(known: &mut watch::Receiver<Known>) -> Option<Vec<SocketAddr>> {
     let known = known.wait_for(Option::is_some).await.ok()?;
-    known.as_ref().map(|(addresses, _)| addresses.clone())
+    known.as_ref().map(|zero| zero.addresses.clone())
 }
 
 /// A listener at the first of these addresses that is this host's, and that other hosts may come to.
@@ -101,19 +112,21 @@ async fn send_on(
     let visitor = handshake::accept(&mut stream, &token, deadline, &progress, admit).await?;
     let broken = |e: io::Error| Refusal::Broken(e.to_string());
     let other = known.borrow().clone().filter(|_| visitor.rank == 0);
-    if let Some((at, pid)) = other {
+    // The same process comes again if its connection has broken at its own end only.
+    if let Some(other) = other.filter(|other| other.process != visitor.process) {
         let problem = format!(
-            "two processes say that they are rank 0: process {pid} at {at:?}, and process {} at {:?}; every RANK must be given once",
-            visitor.process.pid, visitor.addresses
+            "two processes say that they are rank 0: process {} at {:?}, and process {} at {:?}; every RANK must be given once",
+            other.process.pid, other.addresses, visitor.process.pid, visitor.addresses
         );
         return tell(&mut stream, &News::Failed { problem }).await.map_err(broken);
     }
     if visitor.rank == 0 {
         tell(&mut stream, &News::Elsewhere { addresses: Vec::new() }).await.map_err(broken)?;
-        known.send_replace(Some((visitor.addresses, visitor.process.pid)));
+        let from = stream.peer_addr().ok();
+        known.send_replace(Some(RankZero { addresses: visitor.addresses, process: visitor.process, from }));
         // Rank 0 keeps this connection until its meeting is over, and says nothing more.
         let _ = stream.read(&mut [0]).await;
-        known.send_replace(None);
+        known.send_if_modified(|known| known.take_if(|zero| zero.from == from).is_some());
         return Ok(());
     }
     tell(&mut stream, &News::Waiting { missing: vec![0] }).await.map_err(broken)?;

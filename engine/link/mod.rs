@@ -14,7 +14,7 @@
 //! | shared-memory arena | a staging slot of the sender's region | ring cells, per communicator and peer |
 //! | GPU peer | the sender's device memory | ring cells, per communicator and peer |
 //! | TCP | the socket, then the receiver's window | the connection's window, per communicator and peer |
-//! | RDMA | a staging slot of the sender's region, then a slot of the receiver's area | cells and slots of that area, per communicator and peer |
+//! | RDMA | a staging slot of the sender's region, or a buffer from `alloc`; then a slot of the receiver's area, or its place in such a buffer | cells and slots of that area, per communicator and peer |
 
 pub(crate) mod arena;
 pub(crate) mod cells;
@@ -210,6 +210,16 @@ pub(crate) trait LinkTx: Send {
     /// released or [`LinkTx::revoke`] has returned `true`, unless this returns [`Posted::Copied`].
     unsafe fn post(&mut self, header: Header, payload: *const u8) -> Result<Posted, Error>;
 
+    /// As [`LinkTx::post`], for a payload that the receiver copies, and does not combine with other operands. A link whose receiver can fetch the
+    /// payload by itself may leave it where it is.
+    ///
+    /// # Safety
+    /// As there.
+    unsafe fn post_to_copy(&mut self, header: Header, payload: *const u8) -> Result<Posted, Error> {
+        // SAFETY: the caller's promise.
+        unsafe { self.post(header, payload) }
+    }
+
     /// From here on, posting a frame does not wake a peer that sleeps; [`LinkTx::ring_bell`] does, once for all frames.
     fn hold_bell(&mut self) {}
 
@@ -337,14 +347,15 @@ pub(crate) trait LinkRx: Send {
         None
     }
 
-    /// Whether the payload is better received with [`LinkRx::receive_into`] than read where it lies, because it is not in
+    /// Whether the oldest frame's payload is better received with [`LinkRx::receive_into`] than read where it lies, because it is not in
     /// memory yet.
-    fn is_byte_stream(&self) -> bool {
+    fn is_byte_stream(&mut self) -> bool {
         false
     }
 
     /// Receives up to `max` of the oldest frame's bytes that are not released straight into `dst`, and releases them. Returns how many: a
-    /// multiple of `unit`. To be called only if [`LinkRx::is_byte_stream`].
+    /// multiple of `unit`. To be called only if [`LinkRx::is_byte_stream`]. `max` may be more than is left of the frame: then the payloads of the
+    /// message's next frames belong behind it.
     ///
     /// Until calls have returned all `max` bytes, the room after the returned ones is the link's: a part of a unit may lie there already, and
     /// a device may go on writing there after this call. The next use of the frame must be a call that goes on where this one has ended,

@@ -43,12 +43,22 @@ const ARENA: usize = 4 << 30;
 pub(crate) const PAGE: usize = 4096;
 pub(crate) const REGION_BYTES: usize = ARENA_START + ARENA;
 
+/// What pins users' buffers for a device: a network card.
+pub(crate) trait Pins: Send + Sync {
+    /// The buffer at this address is given back. Returns whether the device does not use it any more.
+    fn unpin(&self, at: *const u8) -> bool;
+}
+
 /// A mapping of a region, ours or a peer's.
 pub(crate) struct Region {
     base: NonNull<u8>,
     fd: Option<OwnedFd>,
     heap: Mutex<Heap>,
     arena: Mutex<Heap>,
+    /// The users' buffers in the arena: bytes by offset.
+    blocks: Mutex<BTreeMap<usize, usize>>,
+    /// What pins users' buffers, if anything does.
+    pins: Mutex<Option<Weak<dyn Pins>>>,
     /// The free slots. The slot that was given back last is at the end.
     slots: Mutex<VecDeque<u16>>,
     /// How many owners each taken slot has.
@@ -241,6 +251,8 @@ impl Region {
             fd,
             heap: Mutex::new(Heap::new(HEAP_START, HEAP)),
             arena: Mutex::new(Heap::new(ARENA_START, ARENA)),
+            blocks: Mutex::default(),
+            pins: Mutex::default(),
             slots: Mutex::new((0..SLOTS as u16).collect()),
             owners: [const { AtomicU32::new(0) }; SLOTS],
             memory_lock_wanted: AtomicBool::new(false),
@@ -377,7 +389,23 @@ impl Region {
 
     /// Zeroed pages for a user's buffer.
     pub(crate) fn take_pages(&self, bytes: usize) -> Option<usize> {
-        self.arena.lock().take(bytes.checked_next_multiple_of(PAGE)?)
+        let bytes = bytes.checked_next_multiple_of(PAGE)?;
+        let offset = self.arena.lock().take(bytes)?;
+        self.blocks.lock().insert(offset, bytes);
+        Some(offset)
+    }
+
+    /// Where the user's buffer begins in which this address lies, and its bytes.
+    pub(super) fn block_of(&self, at: *const u8) -> Option<(NonNull<u8>, usize)> {
+        let offset = self.offset_of(at)? as usize;
+        let blocks = self.blocks.lock();
+        let (start, bytes) = blocks.range(..=offset).next_back()?;
+        (offset - start < *bytes).then_some((NonNull::new(self.at(*start))?, *bytes))
+    }
+
+    /// From here on, `pins` is told of each user's buffer that is given back.
+    pub(super) fn pin_by(&self, pins: Weak<dyn Pins>) {
+        *self.pins.lock() = Some(pins);
     }
 
     /// Gives back what `take_pages(bytes)` gave, to the system too, so that it reads as zero again. To be called only once nobody, in
@@ -387,6 +415,11 @@ impl Region {
             return; // it is in use in the parent
         }
         let bytes = bytes.next_multiple_of(PAGE);
+        self.blocks.lock().remove(&offset);
+        let pins = self.pins.lock().as_ref().and_then(Weak::upgrade);
+        if pins.is_some_and(|pins| !pins.unpin(self.at(offset))) {
+            return; // a network card may use the pages for ever: nobody gets them again
+        }
         let advice = if self.fd.is_some() { Advice::LinuxRemove } else { Advice::LinuxDontNeed };
         // SAFETY: whole pages inside the mapping that `take_pages` gave and that are nobody's now: losing what they hold
         // is the point.

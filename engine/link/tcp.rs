@@ -387,7 +387,7 @@ impl LinkRx for TcpRx {
         self.broke.take()
     }
 
-    fn is_byte_stream(&self) -> bool {
+    fn is_byte_stream(&mut self) -> bool {
         true
     }
 

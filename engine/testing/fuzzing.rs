@@ -274,7 +274,7 @@ impl LinkRx for Script {
             (self.at, self.done) = (self.at + 1, 0);
         }
     }
-    fn is_byte_stream(&self) -> bool {
+    fn is_byte_stream(&mut self) -> bool {
         self.streams
     }
     unsafe fn receive_into(&mut self, dst: *mut u8, max: usize, unit: usize) -> Result<usize, Error> {

@@ -124,7 +124,7 @@ impl LinkRx for LateRx {
         self.pipe.release(bytes);
     }
 
-    fn is_byte_stream(&self) -> bool {
+    fn is_byte_stream(&mut self) -> bool {
         true
     }
 

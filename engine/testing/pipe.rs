@@ -199,7 +199,7 @@ impl LinkRx for PipeRx {
         }
     }
 
-    fn is_byte_stream(&self) -> bool {
+    fn is_byte_stream(&mut self) -> bool {
         true
     }
 

@@ -51,10 +51,12 @@ impl Network {
         add(&mut self.layers[layer], -RATE, gradient);
     }
 
-    /// The largest difference between a weight here and the same weight there; NaN is meant to count as the largest.
+    /// The largest difference between a weight here and the same weight there; NaN counts as the largest.
     pub(crate) fn difference(&self, other: &Network) -> f32 {
         let pairs = self.layers.iter().flatten().zip(other.layers.iter().flatten());
-        pairs.map(|(a, b)| (a - b).abs()).fold(0.0, |most, d| if d <= most { most } else { d })
+        pairs
+            .map(|(a, b)| (a - b).abs())
+            .fold(0.0, |most: f32, d| if d <= most || most.is_nan() { most } else { d })
     }
 
     /// The inputs of each layer, then the output of the last.

@@ -66,7 +66,7 @@ async fn function(comm: &mut Comm) -> Result<(), Error> {
 }
 
 async fn arena(comm: &mut Comm) -> Result<(), Error> {
-    // Memory that the other ranks of this host read where it lies.
+    // Memory that other ranks of this host, and cards over RDMA, read where it lies.
     let mut grads = comm.alloc::<f32>(1 << 20)?;
     grads.fill(1.0);
     let grads = comm.all_reduce(grads).await?;

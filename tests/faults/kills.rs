@@ -1,8 +1,9 @@
 //! Law 9: a rank is killed at a random moment of a large collective; every survivor gets an error that names it within two seconds.
 
+use std::ops::DerefMut;
 use std::time::{Duration, Instant};
 
-use allstream::{Algo, Call, Comm, Error, Failed, Lost};
+use allstream::{Algo, Buf, Call, Comm, Error, Failed, Lost};
 use rustix::process::Signal;
 use serde_json::json;
 use test_support::tell_cases;
@@ -21,11 +22,31 @@ pub(crate) async fn rank(me: Me) {
     let algo: Algo = me.args["algo"].as_str().unwrap().parse().unwrap();
     let mut comm = me.connect().await;
     let call = me.args["call"].as_str().unwrap().to_owned();
-    let mut buf = vec![1f32; BYTES / 4];
+    if call == "alloc" {
+        let buf = comm.alloc(BYTES / 4).unwrap();
+        rounds(buf, async |i, buf| all_reduced(comm.algo(algo), i, buf).await).await;
+    } else {
+        let buf = vec![0f32; BYTES / 4];
+        rounds(buf, async |i, buf| once(comm.algo(algo), (&call, me.rank), i, buf).await).await;
+    }
+    let begun = Instant::now();
+    let closed = comm.close().await;
+    let closed = closed.map_or_else(|e| e.to_string(), |()| "ok".into());
+    say("closed", json!({ "ms": begun.elapsed().as_millis() as u64, "result": closed }));
+    before.say_whether_restored().await;
+    say("registered", json!({ "bytes": Comm::local(1).unwrap()[0].stats().registered_bytes }));
+}
+
+/// Calls on buffers of ones until a call fails. A call returns the buffer with the value that each element must have; or the error, and whether all
+/// buffers came back.
+async fn rounds<B: DerefMut<Target = [f32]>>(
+    mut buf: B,
+    mut call: impl AsyncFnMut(u64, B) -> Result<(B, usize), (Error, bool)>,
+) {
+    buf.fill(1.0);
     for i in 0.. {
         say("start", json!({ "i": i }));
-        let called = || say("called", json!({ "i": i }));
-        match once(comm.algo(algo), (&call, me.rank), buf, called).await {
+        match call(i, buf).await {
             Ok((sum, expected)) => {
                 say("done", json!({ "i": i }));
                 buf = sum;
@@ -38,28 +59,31 @@ pub(crate) async fn rank(me: Me) {
             }
         }
     }
-    let begun = Instant::now();
-    let closed = comm.close().await;
-    let closed = closed.map_or_else(|e| e.to_string(), |()| "ok".into());
-    say("closed", json!({ "ms": begun.elapsed().as_millis() as u64, "result": closed }));
-    before.say_whether_restored().await;
-    say("registered", json!({ "bytes": Comm::local(1).unwrap()[0].stats().registered_bytes }));
 }
 
-/// Makes a call on buffers of ones. Returns a buffer with the value that each element must have; or the error, and whether all buffers came back.
+/// An all_reduce, as one call of [`rounds`].
+async fn all_reduced<B: Buf<Elem = f32> + DerefMut<Target = [f32]>>(
+    call: Call<'_>,
+    i: u64,
+    buf: B,
+) -> Result<(B, usize), (Error, bool)> {
+    let work = call.all_reduce(buf);
+    say("called", json!({ "i": i }));
+    let whole = |b: B| b.len() == BYTES / 4;
+    Ok((work.await.map_err(|f| (f.error, f.buf.is_some_and(whole)))?, SIZE))
+}
+
+/// A call by its name, as one of [`rounds`].
 async fn once(
     call: Call<'_>,
     (name, rank): (&str, usize),
+    i: u64,
     mut buf: Vec<f32>,
-    called: impl FnOnce(),
 ) -> Result<(Vec<f32>, usize), (Error, bool)> {
     let whole = |f: Failed<Vec<f32>>| (f.error, f.buf.is_some_and(|b| b.len() == BYTES / 4));
+    let called = || say("called", json!({ "i": i }));
     match name {
-        "all_reduce" => {
-            let work = call.all_reduce(buf);
-            called();
-            Ok((work.await.map_err(whole)?, SIZE))
-        }
+        "all_reduce" => all_reduced(call, i, buf).await,
         "all_to_all" => {
             let work = call.all_to_all_in_place(buf);
             called();
@@ -276,15 +300,16 @@ fn survivors_name_the_killed_rank_within_two_seconds_and_leave_nothing() {
     }));
 }
 
-/// The same over RDMA alone; with `ALLSTREAM_TEST_FULL=all` also in an all_to_all.
+/// As `survivors_name_the_killed_rank_within_two_seconds_and_leave_nothing`, over RDMA alone: first with buffers from `alloc`, which cards read and write
+/// where they lie, with more kills also in an all_to_all, and in an all_reduce of ordinary buffers.
 #[test]
 fn survivors_over_rdma_name_the_killed_rank_and_nothing_stays_registered() {
     let _alone = alone();
     let mut random = Random::seeded();
     kill_all((0..test_support::times(1, 4, 100)).map(|i| Kill {
         link: Link::Rdma,
-        call: ["all_reduce", "all_to_all"][i / 4 % 2],
-        algo: if i / 4 % 2 == 0 { ALGOS[i % 4] } else { Algo::Pairwise },
+        call: ["alloc", "all_to_all", "all_reduce"][i / 4 % 3],
+        algo: if i / 4 % 3 == 1 { Algo::Pairwise } else { ALGOS[i % 4] },
         victim: (i + i / 4) % SIZE,
         fraction: 0.1 + 0.8 * random.fraction(),
     }));

@@ -18,16 +18,17 @@ pub(crate) enum BufferSync {
     Off,
 }
 
-/// Makes the buffers of all ranks equal as `how` says, with one collective for each element type.
+/// Makes the buffers of all ranks equal as `how` says, with one collective for each element type and device.
 pub(crate) fn synchronise(comm: &SharedComm, buffers: &[&Param], how: BufferSync) -> Result<()> {
     if how == BufferSync::Off {
         return Ok(());
     }
     let mut left = buffers.to_vec();
     while let Some(first) = left.first() {
-        let dtype = first.var.dtype();
-        let (these, others) =
-            left.into_iter().partition::<Vec<&Param>, _>(|param| param.var.dtype() == dtype);
+        let (dtype, device) = (first.var.dtype(), first.var.device().clone());
+        let (these, others) = left.into_iter().partition::<Vec<&Param>, _>(|param| {
+            param.var.dtype() == dtype && param.var.device().same_device(&device)
+        });
         left = others;
         let done = if how == BufferSync::Average && dtype.is_float() {
             together(&these, &AllReduce::new(comm).op(ReduceOp::Avg))

@@ -328,6 +328,7 @@ impl<L: Lends> LoanRun<L> {
             operation: t.c.op.number,
             step: LOAN,
             receiver: t.receiver(peer),
+            is_copied: false,
             end: start + loan.bytes,
         };
         port.lend(peer, header, (loan, slot.and_then(|(slot, _)| slot)), source)?;

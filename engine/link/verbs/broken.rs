@@ -1,10 +1,11 @@
-//! What is said of a link over RDMA that broke.
+//! What completions tell: messages that came, and why a link over RDMA broke.
 
 use std::ffi::CStr;
 
 use allstream_sys::verbs::{IbvWc, WcStatus};
 
 use super::card::Card;
+use super::queue_pair::RECEIVED;
 use crate::link::Break;
 
 /// Completions that are taken at once.
@@ -38,4 +39,12 @@ pub(super) fn problem_of(card: &Card, completion: &IbvWc) -> String {
         "the network card says `{text}` (status {}, {:#x}){why}",
         completion.status, completion.vendor_err
     )
+}
+
+/// How many of these completions were of receive requests that took a message. So many are to be posted again.
+pub(super) fn received(told: &[IbvWc]) -> usize {
+    let is_message = |completion: &&IbvWc| {
+        completion.wr_id == RECEIVED && WcStatus(completion.status) == WcStatus::SUCCESS
+    };
+    told.iter().filter(is_message).count()
 }

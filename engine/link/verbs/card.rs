@@ -1,12 +1,13 @@
 //! An opened port of a network card, over which all RDMA links of a rank go.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Weak};
 
-use allstream_sys::verbs::{Access, IbvDeviceAttr, IbvPortAttr, Mtu, Verbs, VerbsError};
+use allstream_sys::verbs::{Access, DeviceCap, IbvDeviceAttr, IbvPortAttr, Mtu, Verbs, VerbsError};
 use parking_lot::Mutex;
 use rustix::io::Errno;
 
+use super::blocks::{Blocks, Part};
 use super::choose::{AREAS, RdmaPort};
 use super::credits::{CELLS, MOST_SLOTS};
 use super::domain::{Domain, Registered};
@@ -60,6 +61,8 @@ pub(crate) struct Card {
     region: Arc<Region>,
     /// The region's staging slots, registered when the first link is opened.
     slots: Mutex<Option<Arc<Registered>>>,
+    blocks: Arc<Blocks>,
+    reads: Reads,
     /// Bytes of all receive areas.
     areas: AtomicUsize,
     /// From so many bytes of receive areas on, a new link gets no slots: it is narrow, and takes 16 KB at its two ends together.
@@ -95,6 +98,9 @@ impl Card {
         };
         let (domain, events, limits, attributes, gid) = open().map_err(|error| failed(error.to_string()))?;
         let most_requests = most_requests(&limits, attributes.max_msg_sz).map_err(failed)?;
+        let blocks = Arc::new(Blocks::new(&domain));
+        let pins: Weak<Blocks> = Arc::downgrade(&blocks);
+        region.pin_by(pins);
         Ok(Card {
             domain,
             events: Arc::new(events),
@@ -105,6 +111,8 @@ impl Card {
             most_requests,
             region,
             slots: Mutex::default(),
+            blocks,
+            reads: Reads::of(&limits),
             areas: AtomicUsize::new(0),
             most_areas: wishes.memory.unwrap_or(AREAS),
         })
@@ -160,6 +168,7 @@ impl Card {
             gid: self.gid,
             max_message: self.max_message(),
             slots,
+            reads: 0,
             area,
         }
     }
@@ -176,9 +185,19 @@ impl Card {
         }
     }
 
+    /// Where these bytes are, if all of them lie in one buffer from `Comm::alloc` that the card has registered, or registers now.
+    pub(super) fn block(&self, at: *const u8, bytes: usize) -> Option<Part> {
+        self.blocks.part(&self.region, at, bytes)
+    }
+
+    /// How many READs the device carries out at once.
+    pub(super) fn reads(&self) -> Reads {
+        self.reads
+    }
+
     /// How many slots a sender can have under way at once, as its queue has to take the requests for all of them.
     pub(super) fn slots_to_send(&self, max_message: u32) -> u32 {
-        let pieces = cut(LARGEST, max_message).0 as u32;
+        let pieces = (cut(LARGEST, max_message).0 as u32).max(3);
         (self.most_requests.saturating_sub(CELLS as u32) / pieces).clamp(1, MOST_SLOTS)
     }
 
@@ -201,6 +220,26 @@ impl Card {
     /// Memory for the headers and small payloads that a link sends.
     pub(super) fn cells(&self, bytes: usize) -> Result<Registered, Error> {
         Registered::new(&self.domain, bytes, &[Access::LOCAL_WRITE])
+    }
+}
+
+/// How many READs a device carries out at once on a queue pair, and at most as many as a link makes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Reads {
+    /// Those of peers. 0 for a device without memory windows of type 2B: nothing is offered to a peer.
+    pub(super) answered: u8,
+    /// Its own.
+    pub(super) asked: u8,
+}
+
+impl Reads {
+    fn of(limits: &IbvDeviceAttr) -> Reads {
+        let most = |limit: i32| limit.clamp(0, MOST_SLOTS as i32) as u8;
+        let has_windows = limits.device_cap_flags & DeviceCap::MEM_WINDOW_TYPE_2B.0 != 0;
+        Reads {
+            answered: if has_windows { most(limits.max_qp_rd_atom) } else { 0 },
+            asked: most(limits.max_qp_init_rd_atom),
+        }
     }
 }
 
@@ -239,9 +278,10 @@ impl Drop for ReceiveArea {
     }
 }
 
-/// How many requests a sender's queue has to take, if it sends to so many slots; 0 for a narrow link.
+/// How many requests a sender's queue has to take, if it sends to so many slots; 0 for a narrow link. An offer of a large frame is three requests
+/// (`offers.rs`).
 fn requests(slots: u32, max_message: u32) -> u32 {
-    CELLS as u32 + (slots * cut(LARGEST, max_message).0 as u32).max(PIECES as u32)
+    CELLS as u32 + (slots * (cut(LARGEST, max_message).0 as u32).max(3)).max(PIECES as u32)
 }
 
 /// How many requests a queue may have; an error if a frame needs more.

@@ -5,6 +5,8 @@
 //! a frame only when the receiver has said that it released the frame that was in the same place before. So nothing unread is ever overwritten,
 //! and no message finds the receiver without a receive request: it has one posted for each cell and each piece (`pieces.rs`).
 
+use std::ops::Range;
+
 /// The most frames that are posted and that the receiver has not released.
 pub(super) const CELLS: u64 = 16;
 /// The most slots for large payloads. Eight slots of 128 KB hold what a path of 100 Gbit/s carries in about 80 microseconds.
@@ -14,6 +16,8 @@ pub(super) const MOST_SLOTS: u32 = 8;
 const LARGE: u32 = 1 << 31;
 /// Set in the number that comes with a message which is a piece of a large frame, and not the last piece.
 pub(super) const PART: u32 = 1 << 30;
+/// Set together in the number that comes with an offer: a large frame whose payload is still in the sender's memory (`offers.rs`).
+pub(super) const OFFERED: u32 = LARGE | PART;
 /// The bits that are left for the frame's own number.
 const NUMBER: u32 = PART - 1;
 /// Set in a note to the sender that counts copied pieces, and not released frames.
@@ -26,14 +30,17 @@ pub(super) const COUNT: u32 = COPIED - 1;
 pub(super) enum Came {
     /// A frame, or the last piece of one.
     Frame { number: u32, large: bool },
+    /// The offer of a large frame.
+    Offer { number: u32 },
     /// Another piece of a large frame.
     Part,
 }
 
 impl Came {
     pub(super) fn of(number: u32) -> Came {
-        match number & PART {
-            0 => Came::Frame { number: number & NUMBER, large: number & LARGE != 0 },
+        match number & OFFERED {
+            0 | LARGE => Came::Frame { number: number & NUMBER, large: number & LARGE != 0 },
+            OFFERED => Came::Offer { number: number & NUMBER },
             _ => Came::Part,
         }
     }
@@ -62,21 +69,21 @@ impl Note {
     }
 }
 
-/// Which of the last 64 frames are large.
+/// Which of the last 64 frames are marked.
 #[derive(Clone, Copy, Debug, Default)]
-struct Large(u64);
+struct Marks(u64);
 
-impl Large {
-    fn set(&mut self, frame: u64, large: bool) {
+impl Marks {
+    fn set(&mut self, frame: u64, marked: bool) {
         let bit = 1 << (frame % 64);
-        if large { self.0 |= bit } else { self.0 &= !bit }
+        if marked { self.0 |= bit } else { self.0 &= !bit }
     }
 
     fn is(self, frame: u64) -> bool {
         self.0 & 1 << (frame % 64) != 0
     }
 
-    fn count(self, frames: std::ops::Range<u64>) -> u64 {
+    fn count(self, frames: Range<u64>) -> u64 {
         frames.filter(|frame| self.is(*frame)).count() as u64
     }
 }
@@ -101,10 +108,12 @@ pub(super) struct Place {
 pub(super) struct Sender {
     /// How many slots the receiver granted; 1 on a narrow link.
     slots: u64,
-    large: Large,
+    large: Marks,
     posted: Count,
-    /// The frames that the device is done with: their sources are free.
+    /// The frames that the device is done with, up to the first that it is not: their sources are free.
     gone: Count,
+    /// Frames behind that one with which the device is done: it is done with an offered frame only once the receiver has read the payload.
+    done: Marks,
     /// The frames that the receiver has said it released.
     released: Count,
 }
@@ -112,7 +121,14 @@ pub(super) struct Sender {
 impl Sender {
     pub(super) fn new(slots: u32) -> Sender {
         let none = Count::default();
-        Sender { slots: slots.into(), large: Large::default(), posted: none, gone: none, released: none }
+        Sender {
+            slots: slots.into(),
+            large: Marks::default(),
+            posted: none,
+            gone: none,
+            done: Marks::default(),
+            released: none,
+        }
     }
 
     /// Whether a frame of any size may be posted.
@@ -131,16 +147,26 @@ impl Sender {
         (Place { cell: all % CELLS, slot: large.then(|| before % self.slots) }, number)
     }
 
-    /// The device is done with one more frame: the oldest of those that it was not done with.
+    /// The device is done with the oldest frame that it was not done with.
     pub(super) fn is_done_with_next(&mut self) {
-        if self.gone.all < self.posted.all {
+        self.is_done_with(self.gone.all);
+    }
+
+    /// The device is done with this frame; the first one that was posted has number 0.
+    pub(super) fn is_done_with(&mut self, frame: u64) {
+        if (self.gone.all..self.posted.all).contains(&frame) {
+            self.done.set(frame, true);
+        }
+        while self.gone.all < self.posted.all && self.done.is(self.gone.all) {
+            self.done.set(self.gone.all, false);
             self.gone.large += u64::from(self.large.is(self.gone.all));
             self.gone.all += 1;
         }
     }
 
-    /// The receiver says that it has released so many frames in all, counted in the bits of [`COUNT`].
-    pub(super) fn told(&mut self, count: u32) -> Result<(), String> {
+    /// The receiver says that it has released so many frames in all, counted in the bits of [`COUNT`]. Returns the frames that it had not said
+    /// this of before.
+    pub(super) fn told(&mut self, count: u32) -> Result<Range<u64>, String> {
         let more = u64::from(count.wrapping_sub(self.released.all as u32) & COUNT);
         let under_way = self.posted.all - self.released.all;
         if more == 0 || more > under_way {
@@ -148,9 +174,10 @@ impl Sender {
                 "it says to have released {more} more frames, and {under_way} are under way to it"
             ));
         }
-        let all = self.released.all + more;
-        self.released = Count { all, large: self.released.large + self.large.count(self.released.all..all) };
-        Ok(())
+        let before = self.released.all;
+        let all = before + more;
+        self.released = Count { all, large: self.released.large + self.large.count(before..all) };
+        Ok(before..all)
     }
 
     pub(super) fn posted(&self) -> u64 {
@@ -166,12 +193,16 @@ impl Sender {
 #[derive(Debug)]
 pub(super) struct Receiver {
     slots: u64,
-    large: Large,
+    large: Marks,
     /// For each frame that has come and was not released: bytes of the message that brought its number.
     bytes: [u32; CELLS as usize],
     come: Count,
     released: Count,
     told: Count,
+    /// Which frames came as offers.
+    offered: Marks,
+    /// An offered frame was released since the sender was last told.
+    is_awaited: bool,
 }
 
 impl Receiver {
@@ -180,11 +211,13 @@ impl Receiver {
         let bytes = [0; CELLS as usize];
         Receiver {
             slots: slots.into(),
-            large: Large::default(),
+            large: Marks::default(),
             bytes,
             come: none,
             released: none,
             told: none,
+            offered: Marks::default(),
+            is_awaited: false,
         }
     }
 
@@ -207,9 +240,31 @@ impl Receiver {
             ));
         }
         self.large.set(all, large);
+        self.offered.set(all, false);
         self.bytes[(all % CELLS) as usize] = bytes;
         self.come = Count { all: all + 1, large: before + u64::from(large) };
         Ok(())
+    }
+
+    /// The offer of a large frame has come with this number, in a message of so many bytes.
+    pub(super) fn came_offered(&mut self, number: u32, bytes: u32) -> Result<(), String> {
+        self.came((number, true), bytes)?;
+        self.offered.set(self.come.all - 1, true);
+        Ok(())
+    }
+
+    /// The frames that have come and were not released.
+    pub(super) fn unreleased(&self) -> Range<u64> {
+        self.released.all..self.come.all
+    }
+
+    pub(super) fn is_offered(&self, frame: u64) -> bool {
+        self.offered.is(frame)
+    }
+
+    /// Where the payload of a large frame that was not released belongs.
+    pub(super) fn slot(&self, frame: u64) -> u64 {
+        (self.released.large + self.large.count(self.released.all..frame)) % self.slots
     }
 
     /// The oldest frame that has come and was not released: where it lies, and the bytes of the message that brought its number.
@@ -224,8 +279,14 @@ impl Receiver {
     pub(super) fn release(&mut self) {
         if self.released.all < self.come.all {
             self.released.large += u64::from(self.large.is(self.released.all));
+            self.is_awaited |= self.offered.is(self.released.all);
             self.released.all += 1;
         }
+    }
+
+    /// Whether an offered frame was released since the sender was last told: its operation may wait for that.
+    pub(super) fn is_awaited(&self) -> bool {
+        self.is_awaited
     }
 
     /// Whether the sender is to be told now: half of its cells, or half of its slots, were released since it was last told. A sender that waits
@@ -237,13 +298,15 @@ impl Receiver {
 
     /// Returns what the sender is told now: how many frames were released in all.
     pub(super) fn tell(&mut self) -> u32 {
-        self.told = self.released;
+        (self.told, self.is_awaited) = (self.released, false);
         self.released.all as u32
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::iter;
+
     use proptest::prelude::*;
 
     use super::*;
@@ -252,6 +315,7 @@ mod tests {
     fn came(rx: &mut Receiver, number: u32, bytes: u32) -> Result<(), String> {
         match Came::of(number) {
             Came::Frame { number, large } => rx.came((number, large), bytes),
+            Came::Offer { number } => rx.came_offered(number, bytes),
             Came::Part => Err("a piece".into()),
         }
     }
@@ -273,9 +337,10 @@ mod tests {
         }
 
         fn step(&mut self, what: u8) {
-            match what % 5 {
-                0 | 1 if self.tx.has_room() => {
-                    let (place, number) = self.tx.post(what % 5 == 1);
+            match what % 6 {
+                0 | 1 | 5 if self.tx.has_room() => {
+                    let (place, number) = self.tx.post(matches!(what % 6, 1 | 5));
+                    let number = if what % 6 == 5 { number | OFFERED } else { number };
                     let meets = |other: &&Place| {
                         other.cell == place.cell || other.slot.is_some() && other.slot == place.slot
                     };
@@ -285,7 +350,9 @@ mod tests {
                 }
                 2 if !self.frames.is_empty() => {
                     let (number, place) = self.frames.remove(0);
-                    self.tx.is_done_with_next();
+                    if number & PART == 0 {
+                        self.tx.is_done_with(u64::from(number & NUMBER));
+                    }
                     came(&mut self.rx, number, 64).unwrap();
                     assert!(self.rx.head().is_some());
                     let _ = place;
@@ -293,13 +360,24 @@ mod tests {
                 3 => {
                     if let Some((place, bytes)) = self.rx.head() {
                         assert_eq!((place, bytes), (self.taken.remove(0), 64));
+                        let frames = self.rx.unreleased();
+                        let large = frames.clone().zip(iter::once(&place).chain(&self.taken));
+                        for (frame, place) in large.filter(|(_, place)| place.slot.is_some()) {
+                            assert_eq!(Some(self.rx.slot(frame)), place.slot);
+                        }
+                        let is_offered = self.rx.is_offered(frames.start);
                         self.rx.release();
+                        assert!(!is_offered || self.rx.is_awaited(), "the sender waits to hear of it");
                     }
-                    if self.rx.owes() {
+                    if self.rx.owes() || self.rx.is_awaited() {
                         self.notes.push(self.rx.tell());
                     }
                 }
-                4 if !self.notes.is_empty() => self.tx.told(self.notes.remove(0)).unwrap(),
+                // From here on nobody reads what was offered.
+                4 if !self.notes.is_empty() => {
+                    let released = self.tx.told(self.notes.remove(0)).unwrap();
+                    released.for_each(|frame| self.tx.is_done_with(frame));
+                }
                 _ => {}
             }
             // Neither end ever sends more messages than the other has receive requests posted.
@@ -323,7 +401,7 @@ mod tests {
         #[test]
         fn numbers_from_outside_are_believed_or_refused(number: u32, bytes: u32, count: u32) {
             let mut rx = Receiver::new(2);
-            prop_assert_eq!(came(&mut rx, number, bytes).is_ok(), number & !LARGE == 0);
+            prop_assert_eq!(came(&mut rx, number, bytes).is_ok(), number & !LARGE == 0 || number == OFFERED);
             let mut tx = Sender::new(2);
             tx.post(false);
             prop_assert_eq!(tx.told(count).is_ok(), count & COUNT == 1);

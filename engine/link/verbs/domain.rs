@@ -95,13 +95,16 @@ enum Memory {
     Own,
     /// A part of this region, which keeps it mapped.
     OfRegion(#[allow(dead_code)] Arc<Region>),
+    /// A user's buffer, which stays mapped until its region has asked to end the registration.
+    Block,
 }
 
 /// Registered memory. It is a shared mapping, so that a fork leaves its pages in place: in a private mapping, copy-on-write could give this process a
 /// copy of a page after a fork, while the device went on using the old page.
 pub(super) struct Registered {
     domain: Arc<Domain>,
-    handle: NonNull<IbvMr>,
+    /// `None` once it was given back.
+    handle: Option<NonNull<IbvMr>>,
     at: NonNull<u8>,
     bytes: usize,
     memory: Memory,
@@ -124,7 +127,7 @@ impl Registered {
             Error::system("map memory for a link over RDMA", "the system returned address 0")
         })?;
         match register(domain, at, bytes, access) {
-            Ok(handle) => Ok(Registered { domain: domain.clone(), handle, at, bytes, memory: Memory::Own }),
+            Ok(handle) => Ok(Registered::of(domain, handle, (at, bytes), Memory::Own)),
             Err(error) => {
                 // SAFETY: the mapping from above, whole, which nobody else knows.
                 let _ = unsafe { munmap(at.as_ptr().cast(), bytes) };
@@ -137,8 +140,37 @@ impl Registered {
     pub(super) fn slots_of(domain: &Arc<Domain>, region: &Arc<Region>) -> Result<Registered, Error> {
         let (at, bytes) = region.all_slots();
         let handle = register(domain, at, bytes, &[])?;
-        let memory = Memory::OfRegion(region.clone());
-        Ok(Registered { domain: domain.clone(), handle, at, bytes, memory })
+        Ok(Registered::of(domain, handle, (at, bytes), Memory::OfRegion(region.clone())))
+    }
+
+    /// A user's buffer. The caller keeps it mapped until the registration is dropped, or [`end`](Registered::end) has returned.
+    pub(super) fn block(
+        domain: &Arc<Domain>,
+        at: NonNull<u8>,
+        bytes: usize,
+        access: &[Access],
+    ) -> Result<Registered, Error> {
+        let handle = register(domain, at, bytes, access)?;
+        Ok(Registered::of(domain, handle, (at, bytes), Memory::Block))
+    }
+
+    fn of(
+        domain: &Arc<Domain>,
+        handle: NonNull<IbvMr>,
+        (at, bytes): (NonNull<u8>, usize),
+        memory: Memory,
+    ) -> Registered {
+        Registered { domain: domain.clone(), handle: Some(handle), at, bytes, memory }
+    }
+
+    /// Ends the registration. Returns whether the device does not use the memory any more.
+    pub(super) fn end(mut self) -> bool {
+        self.deregister()
+    }
+
+    /// The registration itself, as requests to bind a window name it.
+    pub(super) fn handle(&self) -> *mut IbvMr {
+        self.handle.map_or(ptr::null_mut(), NonNull::as_ptr)
     }
 
     /// The address at this offset in the memory.
@@ -155,13 +187,13 @@ impl Registered {
     /// The key by which this process's own requests name the memory.
     pub(super) fn local_key(&self) -> u32 {
         // SAFETY: registered until drop.
-        unsafe { (*self.handle.as_ptr()).lkey }
+        self.handle.map_or(0, |handle| unsafe { handle.as_ref() }.lkey)
     }
 
     /// The key by which other hosts' requests name the memory, if they may access it.
     pub(super) fn remote_key(&self) -> u32 {
         // SAFETY: registered until drop.
-        unsafe { (*self.handle.as_ptr()).rkey }
+        self.handle.map_or(0, |handle| unsafe { handle.as_ref() }.rkey)
     }
 }
 
@@ -190,24 +222,33 @@ fn register(
     Ok(handle)
 }
 
-impl Drop for Registered {
-    fn drop(&mut self) {
+impl Registered {
+    /// Ends the registration, if that was not tried before. Returns whether the device does not use the memory any more.
+    fn deregister(&mut self) -> bool {
         if forked::is_forked() {
-            return; // the registration is the parent's
+            return false; // the registration is the parent's
         }
+        let Some(handle) = self.handle.take() else { return false };
         // SAFETY: `register` made the handle, which is given back only here. Its owner has made sure that no queue pair has a request left that
-        // names the memory (`QueuePair::destroy`).
-        if let Err(error) = unsafe { self.domain.verbs.dereg_mr(self.handle.as_ptr()) } {
+        // names the memory (`QueuePair::destroy`), and that no window on it is bound (`Window::end`).
+        if let Err(error) = unsafe { self.domain.verbs.dereg_mr(handle.as_ptr()) } {
             // The device may still use the memory, so it stays mapped for good.
             tracing::error!("{} bytes stay registered with a network card: {error}", self.bytes);
-            let memory = std::mem::replace(&mut self.memory, Memory::Own);
+            let memory = std::mem::replace(&mut self.memory, Memory::Block);
             std::mem::forget(memory);
-            return;
+            return false;
         }
         REGISTERED.fetch_sub(self.bytes, Ordering::Relaxed);
         if matches!(self.memory, Memory::Own) {
             // SAFETY: the mapping that `new` made, whole; the device does not use it any more, and nobody else knows it.
             let _ = unsafe { munmap(self.at.as_ptr().cast(), self.bytes) };
         }
+        true
+    }
+}
+
+impl Drop for Registered {
+    fn drop(&mut self) {
+        self.deregister();
     }
 }

@@ -1,9 +1,10 @@
 //! What the targets in `fuzz/` feed to this link: a peer's hello, the numbers that come with the peer's frames and notes, and the headers that it writes
 //! to the area.
 
-use super::credits::{CELLS, COUNT, Came, Note, Receiver, Sender};
+use super::credits::{CELLS, COUNT, Came, Note, Place, Receiver, Sender};
 use super::hello::{BYTES, Hello};
-use super::layout::{PIECE_BYTES, area_bytes, cut, offset, place_of_piece};
+use super::layout::{LARGEST, PIECE_BYTES, area_bytes, cut, offset, place_of_piece};
+use super::offers::Offer;
 use super::pieces::{Assembly, PiecesSent};
 use crate::link::{HEADER_BYTES, Header, INLINE, SLOT};
 
@@ -83,6 +84,15 @@ impl Link {
         match Came::of(number) {
             Came::Part if self.is_narrow => return self.piece(bytes, false),
             Came::Part => return None,
+            Came::Offer { .. } if self.is_narrow || bytes != Offer::BYTES as u32 => return None,
+            Came::Offer { number } => {
+                self.rx.came_offered(number, bytes).ok()?;
+                if let Ok(offer) = Offer::decode(&take(data)) {
+                    assert_eq!(Offer::decode(&offer.encode()), Ok(offer));
+                }
+                let slot = offset(Place { cell: 0, slot: Some(self.rx.slot(self.rx.unreleased().end - 1)) });
+                assert!(slot + LARGEST <= self.area, "a payload would be READ beyond the area");
+            }
             Came::Frame { number, large } => {
                 self.rx.came((number, large), bytes).ok()?;
                 if large && self.is_narrow {
@@ -147,7 +157,7 @@ impl Link {
             assert!(at + PIECE_BYTES as usize <= area_bytes(0), "a piece would be written beyond the area");
         }
         let told = match Note::decode(u32::from_le_bytes(take(data))) {
-            Note::Released(count) => self.tx.told(count),
+            Note::Released(count) => self.tx.told(count).map(drop),
             Note::Copied(count) => self.pieces.told(count, COUNT),
         };
         told.ok()

@@ -15,7 +15,7 @@ use super::layout::area_bytes;
 pub(super) const BYTES: usize = 64;
 /// "ALSR": the first bytes of a hello.
 const MAGIC: u32 = 0x5253_4c41;
-const VERSION: u16 = 2;
+const VERSION: u16 = 3;
 
 /// Numbers of queue pairs and of packets have 24 bits.
 const BITS: u32 = 24;
@@ -44,6 +44,9 @@ pub(super) struct Hello {
     pub(super) max_message: u32,
     /// From the sender: how many slots it can use. From the receiver: how many it grants; 0 makes the link narrow (`pieces.rs`).
     pub(super) slots: u32,
+    /// From the sender: how many READs its port answers at once. From the receiver: how many it asks for at once; 0: it takes no offers
+    /// (`offers.rs`).
+    pub(super) reads: u8,
     /// The receiver names its area, a sender none.
     pub(super) area: Option<Area>,
 }
@@ -65,6 +68,7 @@ impl Hello {
         bytes[32..36].copy_from_slice(&self.max_message.to_le_bytes());
         bytes[36..40].copy_from_slice(&self.slots.to_le_bytes());
         bytes[40..42].copy_from_slice(&self.lid.to_le_bytes());
+        bytes[43] = self.reads;
         if let Some(Area { at, key }) = self.area {
             bytes[42] = 1;
             bytes[44..48].copy_from_slice(&key.to_le_bytes());
@@ -116,13 +120,17 @@ impl Hello {
                 ));
             }
         };
-        if bytes[43] != 0 || bytes[56..].iter().any(|byte| *byte != 0) {
+        let reads = bytes[43];
+        if u32::from(reads) > MOST_SLOTS {
+            return Err(format!("it names {reads} READs at once, expected {MOST_SLOTS} at most"));
+        }
+        if bytes[56..].iter().any(|byte| *byte != 0) {
             return Err("bytes are set that this version does not use".into());
         }
         let mut gid = [0; 16];
         gid.copy_from_slice(&bytes[16..32]);
         let lid = u16_at(40);
-        Ok(Hello { layer, mtu, pair, first_packet, lid, gid, max_message, slots, area })
+        Ok(Hello { layer, mtu, pair, first_packet, lid, gid, max_message, slots, reads, area })
     }
 
     /// The port's `gid`, read as an IP address.
@@ -189,7 +197,18 @@ mod tests {
     fn hello(area: Option<Area>) -> Hello {
         let gid = Ipv6Addr::from([0, 0, 0, 0, 0, 0xffff, 0x0a09, 1]).octets();
         let (layer, mtu) = (RdmaLayer::RoceV2, Mtu(3));
-        Hello { layer, mtu, pair: 17, first_packet: 99, lid: 0, gid, max_message: 1 << 23, slots: 4, area }
+        Hello {
+            layer,
+            mtu,
+            pair: 17,
+            first_packet: 99,
+            lid: 0,
+            gid,
+            max_message: 1 << 23,
+            slots: 4,
+            reads: 3,
+            area,
+        }
     }
 
     #[test]
@@ -211,7 +230,7 @@ mod tests {
         };
         for (at, byte, wanted) in [
             (0, 0, "it begins to talk by RDMA with"),
-            (4, 3, "version 3"),
+            (4, 2, "version 2"),
             (6, 3, "an unknown kind of network (3)"),
             (7, 0, "an MTU code that does not exist (0)"),
             (7, 6, "an MTU code that does not exist (6)"),
@@ -220,7 +239,7 @@ mod tests {
             (36, 9, "9 slots, expected 8 at most"),
             (42, 0, "an impossible receive area (flag 0, address 0x1000)"),
             (42, 2, "an impossible receive area (flag 2"),
-            (43, 1, "bytes are set"),
+            (43, 9, "9 READs at once, expected 8 at most"),
             (63, 1, "bytes are set"),
         ] {
             assert!(spoiled(at, byte).contains(wanted), "{wanted}: {}", spoiled(at, byte));

@@ -7,9 +7,12 @@
 //! connection, on which both ends prove that they belong to the job; they describe their queue pairs to each other ([`hello`]), and close the connection.
 //! The sender ([`tx`]) writes a frame, mostly by one request, from a cell and a staging slot of its own to the frame's place in the receiver's area
 //! ([`layout`]). Both ends know the place, as both count frames ([`credits`]); the receiver ([`rx`]) gets the frame's number once the frame is there. On
-//! a narrow link large frames go in pieces ([`pieces`]). [`card`] is the open port, [`domain`] the open device and memory that is registered with it;
+//! a narrow link large frames go in pieces ([`pieces`]). A payload in a buffer from [`Comm::alloc`](crate::Comm::alloc), which is registered
+//! ([`blocks`]), may be offered ([`offers`]): the sender opens it to the receiver by a memory window ([`windows`], [`offering`]), and the receiver
+//! READs it to where it belongs ([`reading`]). [`card`] is the open port, [`domain`] the open device and memory that is registered with it;
 //! [`events`] report the device's own failures. [`Probe`] tests, before links are opened, whether two hosts' ports reach each other.
 
+mod blocks;
 mod broken;
 mod card;
 pub(crate) mod choose;
@@ -21,14 +24,18 @@ pub(crate) mod facts;
 pub(crate) mod fuzzing;
 mod hello;
 mod layout;
+mod offering;
+mod offers;
 mod pieces;
 mod probe;
 mod queue_pair;
 pub(crate) mod read;
+mod reading;
 mod rx;
 #[cfg(test)]
 mod tests;
 mod tx;
+mod windows;
 pub(crate) mod wishes;
 
 use std::net::IpAddr;
@@ -93,11 +100,8 @@ const RECEIVES: u64 = CELLS + PIECES;
 
 /// Posts all receive requests.
 fn fill(pair: &mut QueuePair, card: &Card) -> Result<(), Error> {
-    for _ in 0..RECEIVES {
-        let doing = || format!("open a link over RDMA on {}", card.place());
-        pair.post_receive().map_err(|error| Error::system(doing(), error))?;
-    }
-    Ok(())
+    let doing = || format!("open a link over RDMA on {}", card.place());
+    pair.post_receives(RECEIVES as usize).map_err(|error| Error::system(doing(), error))
 }
 
 /// The number of the first packet, 24 random bits: so packets of an earlier connection are not taken for this one's.

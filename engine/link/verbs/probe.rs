@@ -37,9 +37,10 @@ impl Probe {
     /// # Errors
     /// What the device refuses.
     pub(crate) fn new(card: &Arc<Card>) -> Result<Probe, Error> {
-        let mut pair = QueuePair::without_descriptor(card, Room { send: 1, receive: 1 })?;
+        let room = Room { send: 1, receive: 1, other_may: Access::REMOTE_WRITE };
+        let mut pair = QueuePair::without_descriptor(card, room)?;
         let doing = || format!("try the way to another host through {}", card.place());
-        pair.post_receive().map_err(|error| Error::system(doing(), error))?;
+        pair.post_receives(1).map_err(|error| Error::system(doing(), error))?;
         let access = [Access::LOCAL_WRITE, Access::REMOTE_WRITE];
         let memory = Registered::new(card.domain(), 2 * MOST, &access)?;
         let first_packet = first_packet()?;
@@ -66,7 +67,7 @@ impl Probe {
         let bytes: &[u8; BYTES] =
             bytes.try_into().map_err(|_| format!("a hello of {} bytes, expected {BYTES}", bytes.len()))?;
         let other = Hello::decode(bytes)?;
-        self.pair.connect(&self.card, self.first_packet, &other).map_err(|error| error.to_string())?;
+        self.pair.connect(&self.card, self.first_packet, &other, 0).map_err(|error| error.to_string())?;
         self.other = Some(other);
         Ok(())
     }

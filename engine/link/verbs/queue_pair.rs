@@ -5,14 +5,15 @@ use std::ptr;
 use std::sync::Arc;
 
 use allstream_sys::verbs::{
-    Access, IbvAhAttr, IbvCompChannel, IbvCq, IbvGid, IbvGlobalRoute, IbvQp, IbvQpAttr, IbvQpCap,
-    IbvQpInitAttr, IbvRecvWr, IbvSendWr, IbvSge, IbvWc, QpMask, QpState, QpType, SendFlags, Verbs,
-    VerbsError, WrOpcode,
+    Access, IbvAhAttr, IbvCompChannel, IbvCq, IbvGid, IbvGlobalRoute, IbvMr, IbvMw, IbvMwBindInfo, IbvQp,
+    IbvQpAttr, IbvQpCap, IbvQpInitAttr, IbvRecvWr, IbvSendWr, IbvSge, IbvWc, QpMask, QpState, QpType,
+    SendFlags, Verbs, VerbsError, WrOpcode,
 };
 use rustix::io::{Errno, ioctl_fionbio};
 
 use super::card::Card;
 use super::choose::RdmaLayer;
+use super::credits::MOST_SLOTS;
 use super::domain::{Domain, is_not_yet};
 use super::events::Events;
 use super::hello::Hello;
@@ -30,11 +31,12 @@ const HOPS: u8 = 64;
 /// Bytes of the subnet's prefix in a GID. On InfiniBand, ports whose prefixes differ are in different subnets, and need a global route.
 const SUBNET: usize = 8;
 
-/// How many requests a queue pair takes.
+/// How many requests a queue pair takes, and what the other end may do through it with the memory whose keys it knows.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Room {
     pub(super) send: u32,
     pub(super) receive: u32,
+    pub(super) other_may: Access,
 }
 
 /// A request to write to the other end's memory.
@@ -47,6 +49,27 @@ pub(super) struct Write<'a> {
     pub(super) key: u32,
     /// `Some`: the other end gets this number with a completion, and this end gets a completion. `None`: there is neither, unless the request fails.
     pub(super) number: Option<u32>,
+}
+
+/// A request to bind a window to a part of a registered buffer, for the other end to read.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Bind {
+    pub(super) window: *mut IbvMw,
+    /// The key that the window gets.
+    pub(super) key: u32,
+    pub(super) registration: *mut IbvMr,
+    pub(super) at: u64,
+    pub(super) bytes: u64,
+}
+
+/// A request to read the other end's memory.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Read {
+    /// Comes back in the request's completion.
+    pub(super) id: u64,
+    pub(super) into: IbvSge,
+    pub(super) from: u64,
+    pub(super) key: u32,
 }
 
 pub(super) struct QueuePair {
@@ -119,7 +142,7 @@ impl QueuePair {
         new.pair = new.make_pair(room)?;
         let mut attributes = IbvQpAttr {
             qp_state: QpState::INIT.0,
-            qp_access_flags: Access::REMOTE_WRITE.0,
+            qp_access_flags: room.other_may.0,
             pkey_index: card.tuning().pkey,
             port_num: card.port().port,
             ..IbvQpAttr::default()
@@ -156,11 +179,19 @@ impl QueuePair {
         ask(INLINE).or_else(|_| ask(0))
     }
 
-    /// Connects the queue pair to the other end's.
-    pub(super) fn connect(&mut self, card: &Card, first_packet: u32, other: &Hello) -> Result<(), Error> {
+    /// Connects the queue pair to the other end's. Up to `reads` READs are under way at once, of this end or of the other.
+    pub(super) fn connect(
+        &mut self,
+        card: &Card,
+        first_packet: u32,
+        other: &Hello,
+        reads: u8,
+    ) -> Result<(), Error> {
+        // Some devices refuse 0.
+        let reads = reads.max(1);
         let connected = self
-            .make_ready_to_receive(card, other)
-            .and_then(|()| self.make_ready_to_send(card, first_packet));
+            .make_ready_to_receive(card, other, reads)
+            .and_then(|()| self.make_ready_to_send(card, first_packet, reads));
         connected.map_err(|error| {
             Error::system(
                 format!("connect {} to {} by RDMA", card.place(), other.address()),
@@ -169,7 +200,7 @@ impl QueuePair {
         })
     }
 
-    fn make_ready_to_receive(&mut self, card: &Card, other: &Hello) -> Result<(), VerbsError> {
+    fn make_ready_to_receive(&mut self, card: &Card, other: &Hello, reads: u8) -> Result<(), VerbsError> {
         let tuning = card.tuning();
         let is_far = card.port().layer == RdmaLayer::RoceV2 || card.gid()[..SUBNET] != other.gid[..SUBNET];
         let route = IbvGlobalRoute {
@@ -192,8 +223,7 @@ impl QueuePair {
             path_mtu: card.mtu().0.min(other.mtu.0),
             dest_qp_num: other.pair,
             rq_psn: other.first_packet,
-            // Nobody reads from this end, but some devices refuse 0.
-            max_dest_rd_atomic: 1,
+            max_dest_rd_atomic: reads,
             min_rnr_timer: NOT_READY.0,
             ah_attr: way,
             ..IbvQpAttr::default()
@@ -210,7 +240,7 @@ impl QueuePair {
         self.modify(&mut attributes, &mask)
     }
 
-    fn make_ready_to_send(&mut self, card: &Card, first_packet: u32) -> Result<(), VerbsError> {
+    fn make_ready_to_send(&mut self, card: &Card, first_packet: u32, reads: u8) -> Result<(), VerbsError> {
         let tuning = card.tuning();
         let mut attributes = IbvQpAttr {
             qp_state: QpState::RTS.0,
@@ -218,7 +248,7 @@ impl QueuePair {
             timeout: tuning.timeout,
             retry_cnt: tuning.retry,
             rnr_retry: NOT_READY.1,
-            max_rd_atomic: 1,
+            max_rd_atomic: reads,
             ..IbvQpAttr::default()
         };
         let mask = [
@@ -258,13 +288,23 @@ impl QueuePair {
         unsafe { BorrowedFd::borrow_raw((*self.channel).fd) }
     }
 
-    /// Posts a receive request, which takes one number that the other end sends, and no bytes.
-    pub(super) fn post_receive(&mut self) -> Result<(), VerbsError> {
-        let mut request =
+    /// Posts so many receive requests, at most as many as there ever are. Each takes one number that the other end sends, and no bytes.
+    pub(super) fn post_receives(&mut self, count: usize) -> Result<(), VerbsError> {
+        let nothing =
             IbvRecvWr { wr_id: RECEIVED, next: ptr::null_mut(), sg_list: ptr::null_mut(), num_sge: 0 };
+        let mut requests = [nothing; super::RECEIVES as usize];
+        let requests = &mut requests[..count.min(super::RECEIVES as usize)];
         self.exists("ibv_post_recv")?;
-        // SAFETY: the pair exists; the request names no memory.
-        unsafe { self.verbs().post_recv(self.pair, &raw mut request) }
+        let mut next = ptr::null_mut();
+        for request in requests.iter_mut().rev() {
+            request.next = next;
+            next = &raw mut *request;
+        }
+        if next.is_null() {
+            return Ok(());
+        }
+        // SAFETY: the pair exists; the requests of the list live until the call returns, and name no memory.
+        unsafe { self.verbs().post_recv(self.pair, next) }
     }
 
     /// Posts a request to write.
@@ -273,6 +313,20 @@ impl QueuePair {
     /// The memory is registered in the card's domain under these keys, and valid for reads. It stays so, and unchanged, until the completion of this request,
     /// or of one posted later, was seen, or [`destroy`](Self::destroy) has returned `true`.
     pub(super) unsafe fn post_write(&mut self, write: Write<'_>) -> Result<(), VerbsError> {
+        // SAFETY: the caller's promise.
+        unsafe { self.post_bound_write(None, write) }
+    }
+
+    /// Posts a request to write, and before it a request to bind a window.
+    ///
+    /// # Safety
+    /// As for [`post_write`](Self::post_write). The window exists, and is not bound. The registration exists, and the memory is valid for reads, until the
+    /// completion of a later [`post_invalidate`](Self::post_invalidate) of the key was seen, or the window was given back.
+    pub(super) unsafe fn post_bound_write(
+        &mut self,
+        bind: Option<Bind>,
+        write: Write<'_>,
+    ) -> Result<(), VerbsError> {
         let bytes: u32 = write.from.iter().map(|piece| piece.length).sum();
         let mut from = [IbvSge::default(); PIECES];
         let pieces = write.from.len().min(PIECES);
@@ -282,7 +336,7 @@ impl QueuePair {
             Some(number) => (WrOpcode::RDMA_WRITE_WITH_IMM, SendFlags::SIGNALED.0, number),
             None => (WrOpcode::RDMA_WRITE, 0, 0),
         };
-        let mut request = IbvSendWr {
+        let request = IbvSendWr {
             wr_id: write.id,
             sg_list: from.as_mut_ptr(),
             num_sge: pieces as i32,
@@ -293,23 +347,101 @@ impl QueuePair {
             rkey: write.key,
             ..NOTHING
         };
+        let Some(bind) = bind else {
+            // SAFETY: the caller's promise for the memory.
+            return unsafe { self.post_list(&mut [request]) };
+        };
+        let binding = IbvSendWr {
+            wr_id: write.id,
+            opcode: WrOpcode::BIND_MW.0,
+            bind_mw: bind.window,
+            bind_rkey: bind.key,
+            bind_info: IbvMwBindInfo {
+                mr: bind.registration,
+                addr: bind.at,
+                length: bind.bytes,
+                mw_access_flags: Access::REMOTE_READ.0,
+            },
+            ..NOTHING
+        };
+        // SAFETY: the caller's promise for the memory, the window and the registration.
+        unsafe { self.post_list(&mut [binding, request]) }
+    }
+
+    /// Posts requests, each of an id and a key, after which the other end can read nothing more by these keys.
+    pub(super) fn post_invalidates(
+        &mut self,
+        keys: impl IntoIterator<Item = (u64, u32)>,
+    ) -> Result<(), VerbsError> {
+        let (mut requests, mut count) = ([NOTHING; MOST_SLOTS as usize], 0);
+        for ((id, key), request) in keys.into_iter().zip(&mut requests) {
+            *request = IbvSendWr {
+                wr_id: id,
+                opcode: WrOpcode::LOCAL_INV.0,
+                send_flags: SendFlags::SIGNALED.0,
+                // In C a union: here it is the key to invalidate, in the host's byte order.
+                imm_data: key,
+                ..NOTHING
+            };
+            count += 1;
+        }
+        // SAFETY: the requests name no memory.
+        unsafe { self.post_list(&mut requests[..count]) }
+    }
+
+    /// Posts requests to read.
+    ///
+    /// # Safety
+    /// The memory at each `into` is registered in the card's domain, for the device to write to, and valid for writes. It stays so, and nobody else
+    /// touches it, until the completion of that request was seen, or [`destroy`](Self::destroy) has returned `true`.
+    pub(super) unsafe fn post_reads(&mut self, reads: &mut [Read]) -> Result<(), VerbsError> {
+        let (mut requests, mut count) = ([NOTHING; MOST_SLOTS as usize], 0);
+        for (read, request) in reads.iter_mut().zip(&mut requests) {
+            *request = IbvSendWr {
+                wr_id: read.id,
+                sg_list: &raw mut read.into,
+                num_sge: 1,
+                opcode: WrOpcode::RDMA_READ.0,
+                send_flags: SendFlags::SIGNALED.0,
+                remote_addr: read.from,
+                rkey: read.key,
+                ..NOTHING
+            };
+            count += 1;
+        }
+        // SAFETY: the caller's promise for the memory.
+        unsafe { self.post_list(&mut requests[..count]) }
+    }
+
+    /// Posts these requests by one call.
+    ///
+    /// # Safety
+    /// What the requests name is as [`Verbs::post_send`] asks.
+    unsafe fn post_list(&mut self, requests: &mut [IbvSendWr]) -> Result<(), VerbsError> {
+        let mut next = ptr::null_mut();
+        for request in requests.iter_mut().rev() {
+            request.next = next;
+            next = &raw mut *request;
+        }
+        if next.is_null() {
+            return Ok(());
+        }
         self.exists("ibv_post_send")?;
-        // SAFETY: the pair exists; the caller's promise for the memory.
-        unsafe { self.verbs().post_send(self.pair, &raw mut request) }
+        // SAFETY: the pair exists; the requests of the list live until the call returns. The caller's promise for what they name.
+        unsafe { self.verbs().post_send(self.pair, next) }
     }
 
     /// Sends a number, and no bytes.
     pub(super) fn post_number(&mut self, id: u64, number: u32) -> Result<(), VerbsError> {
-        let mut request = IbvSendWr {
+        let request = IbvSendWr {
             wr_id: id,
             opcode: WrOpcode::SEND_WITH_IMM.0,
             send_flags: SendFlags::SIGNALED.0,
             imm_data: number.to_be(),
             ..NOTHING
         };
-        self.exists("ibv_post_send")?;
-        // SAFETY: the pair exists; the request names no memory.
-        unsafe { self.verbs().post_send(self.pair, &raw mut request) }
+        // SAFETY: the request names no memory.
+        unsafe { self.post_list(&mut [request]) }
     }
 
     fn exists(&self, call: &'static str) -> Result<(), VerbsError> {
@@ -429,10 +561,5 @@ const NOTHING: IbvSendWr = IbvSendWr {
     _qp_type: 0,
     bind_mw: ptr::null_mut(),
     bind_rkey: 0,
-    bind_info: allstream_sys::verbs::IbvMwBindInfo {
-        mr: ptr::null_mut(),
-        addr: 0,
-        length: 0,
-        mw_access_flags: 0,
-    },
+    bind_info: IbvMwBindInfo { mr: ptr::null_mut(), addr: 0, length: 0, mw_access_flags: 0 },
 };

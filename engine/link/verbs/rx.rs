@@ -3,23 +3,28 @@
 use std::os::fd::AsFd;
 use std::sync::Arc;
 
-use allstream_sys::verbs::{IbvWc, VerbsError, WcStatus};
+use allstream_sys::verbs::{Access, IbvWc, VerbsError, WcStatus};
+use parking_lot::Mutex;
 
-use super::broken::{BATCH, problem_of, report};
+use super::broken::{BATCH, problem_of, received, report};
 use super::card::{Card, ReceiveArea};
-use super::credits::{Came, Note, Receiver};
+use super::credits::{Came, MOST_SLOTS, Note, Receiver};
 use super::hello::{Area, BYTES, Hello, Talk};
 use super::layout::{PIECE_BYTES, cut, offset};
+use super::offers::{Offer, Taking};
 use super::pieces::Assembly;
 use super::queue_pair::{QueuePair, RECEIVED, Room};
 use super::{check_other, first_packet, on_rank};
 use crate::error::Error;
+use crate::link::exit::IsOver;
 use crate::link::tcp::Accept;
 use crate::link::{Break, Frame, HEADER_BYTES, Header, INLINE, Interest, LinkRx, Reactor, SLOT, Site};
 use crate::types::Rank;
 
 /// How many notes to the sender may be posted that the device has not sent yet.
 const NOTES: u32 = 2 * super::RECEIVES as u32;
+/// The id of a READ, which its completion carries. Notes have id 0.
+pub(super) const READ: u64 = 1;
 
 enum State {
     /// The sender's connection has not come yet.
@@ -27,7 +32,7 @@ enum State {
     Greeting(Talk),
     /// The answer to the sender is on its way.
     Answering(Talk, Box<Receiving>),
-    Open(Box<Receiving>),
+    Open(Arc<Mutex<Receiving>>),
     Dead,
 }
 
@@ -39,8 +44,10 @@ pub(super) struct VerbsRx {
     card: Arc<Card>,
     reactor: Arc<dyn Reactor>,
     state: State,
-    /// The oldest frame that was not released, once `peek` has returned it.
+    /// The oldest frame that was not released, once `peek` has returned it. Not of a frame that is offered.
     head: Option<Frame>,
+    /// A frame was offered: the sender uses buffers from `Comm::alloc`.
+    has_offers: bool,
     hung_up: bool,
     broke: Option<Break>,
 }
@@ -58,6 +65,7 @@ impl VerbsRx {
             reactor: site.reactor(),
             state: State::Awaited(site.accept()),
             head: None,
+            has_offers: false,
             hung_up: false,
             broke: None,
         })
@@ -92,7 +100,7 @@ impl VerbsRx {
                 Ok(false) => {}
                 Ok(true) => {
                     if let State::Answering(_, open) = std::mem::replace(&mut self.state, State::Dead) {
-                        self.state = State::Open(open);
+                        self.state = State::Open(Arc::new(Mutex::new(*open)));
                     }
                 }
                 Err(error) => self.break_off(error.to_string()),
@@ -110,7 +118,7 @@ impl VerbsRx {
 }
 
 impl LinkRx for VerbsRx {
-    fn peek(&mut self, _useful: usize) -> Result<Option<Frame>, Error> {
+    fn peek(&mut self, useful: usize) -> Result<Option<Frame>, Error> {
         if self.hung_up {
             return Ok(None);
         }
@@ -120,21 +128,57 @@ impl LinkRx for VerbsRx {
         if !matches!(self.state, State::Open(_)) {
             self.go_on().map_err(|error| on_rank(self.ends.1, error))?;
         }
-        let State::Open(receiving) = &mut self.state else { return Ok(None) };
+        let State::Open(receiving) = &self.state else { return Ok(None) };
+        let receiving = &mut *receiving.lock();
         receiving.look()?;
-        self.head = receiving.head()?;
-        Ok(self.head)
+        let Some(taken) = receiving.oldest_offer()? else {
+            self.head = receiving.head()?;
+            return Ok(self.head);
+        };
+        self.has_offers = true;
+        let frame = receiving.frame_of(&taken);
+        if frame.ready < useful.min(taken.left()) {
+            receiving.read_to_slots()?;
+            return Ok(None);
+        }
+        Ok(Some(frame))
     }
 
     fn release(&mut self, bytes: usize) {
-        let Some(frame) = &mut self.head else { return };
-        if frame.advance(bytes) {
-            self.head = None;
-            if let State::Open(receiving) = &mut self.state {
-                receiving.release();
-                receiving.tell();
+        let State::Open(receiving) = &self.state else { return };
+        match &mut self.head {
+            Some(frame) => {
+                if frame.advance(bytes) {
+                    self.head = None;
+                    receiving.lock().release();
+                }
             }
+            None => receiving.lock().release_offered(bytes),
         }
+    }
+
+    fn is_byte_stream(&mut self) -> bool {
+        let State::Open(receiving) = &self.state else { return false };
+        self.has_offers && self.head.is_none() && receiving.lock().oldest_is_offered()
+    }
+
+    unsafe fn receive_into(&mut self, dst: *mut u8, max: usize, unit: usize) -> Result<usize, Error> {
+        let State::Open(receiving) = &self.state else { return Ok(0) };
+        // SAFETY: the caller's promise.
+        unsafe { receiving.lock().receive_into(dst, max, unit) }
+    }
+
+    fn revoke(&mut self) -> bool {
+        match &self.state {
+            State::Open(receiving) => receiving.lock().revoke(),
+            _ => true,
+        }
+    }
+
+    fn writes_until(&self) -> Option<IsOver> {
+        let State::Open(receiving) = &self.state else { return Some(Box::new(|| true)) };
+        let receiving = receiving.clone();
+        Some(Box::new(move || receiving.lock().revoke()))
     }
 
     fn hang_up(&mut self) {
@@ -142,29 +186,34 @@ impl LinkRx for VerbsRx {
     }
 
     fn take_break(&mut self) -> Option<Break> {
-        self.broke.take().or_else(|| match &mut self.state {
-            State::Open(receiving) => receiving.take_break(),
+        self.broke.take().or_else(|| match &self.state {
+            State::Open(receiving) => receiving.lock().take_break(),
             _ => None,
         })
     }
 }
 
-/// An open receiving end.
-struct Receiving {
-    peer: Rank,
-    pair: QueuePair,
-    area: ReceiveArea,
-    card: Arc<Card>,
-    credits: Receiver,
+/// An open receiving end. What [`LinkRx::writes_until`] gives shares it, to ask whether the device still writes.
+pub(super) struct Receiving {
+    pub(super) peer: Rank,
+    pub(super) pair: QueuePair,
+    pub(super) area: ReceiveArea,
+    pub(super) card: Arc<Card>,
+    pub(super) credits: Receiver,
     /// On a narrow link, the large frame that comes in pieces. `None`: frames come whole.
     large: Option<Assembly>,
+    /// The offers that were taken, and how many READs may be under way at once; 0: the sender may offer nothing.
+    pub(super) taking: Taking,
+    pub(super) reads: u8,
     first_packet: u32,
     /// Bytes of the largest message that both ports take.
     max_message: u32,
     /// Notes that the device has not sent yet.
     notes: u32,
     peer_at: String,
-    is_broken: bool,
+    pub(super) is_broken: bool,
+    /// It broke because a call of the library failed: of what was to be posted, some may never complete.
+    pub(super) is_lost: bool,
     broke: Option<Break>,
 }
 
@@ -177,23 +226,35 @@ impl Receiving {
             return Err(Error::protocol(peer, "it sends by RDMA, and names an area to receive in"));
         }
         let first_packet = first_packet()?;
-        let mut pair = QueuePair::new(card, Room { send: NOTES, receive: super::RECEIVES as u32 })?;
+        let room = Room {
+            send: NOTES + MOST_SLOTS,
+            receive: super::RECEIVES as u32,
+            other_may: Access::REMOTE_WRITE,
+        };
+        let mut pair = QueuePair::new(card, room)?;
         let area = card.area(other.slots)?;
+        // A narrow link takes no offers, as what cannot be READ to its place is READ to a slot; nor does a link on which a READ is more than a message.
+        let max_message = card.max_message().min(other.max_message);
+        let can_read = area.slots > 0 && max_message as usize >= SLOT;
+        let reads = if can_read { other.reads.min(card.reads().asked) } else { 0 };
         // Receive requests are posted before the sender knows of the queue pair, so that none of its messages comes too early.
         super::fill(&mut pair, card)?;
-        pair.connect(card, first_packet, &other)?;
+        pair.connect(card, first_packet, &other, reads)?;
         Ok(Receiving {
             peer,
             pair,
             credits: Receiver::new(area.slots.max(1)),
             large: (area.slots == 0).then(Assembly::default),
+            taking: Taking::new(),
+            reads,
             area,
             card: card.clone(),
             first_packet,
-            max_message: card.max_message().min(other.max_message),
+            max_message,
             notes: 0,
             peer_at: super::place_of(&other),
             is_broken: false,
+            is_lost: false,
             broke: None,
         })
     }
@@ -203,15 +264,22 @@ impl Receiving {
             .area
             .memory()
             .map(|memory| Area { at: memory.at(0).expose_provenance() as u64, key: memory.remote_key() });
-        self.card.hello(self.pair.number(), self.first_packet, self.area.slots, area)
+        let hello = self.card.hello(self.pair.number(), self.first_packet, self.area.slots, area);
+        Hello { reads: self.reads, ..hello }
     }
 
     /// Takes all completions that have come. If the progress thread is about to sleep, asks the device to wake it at the next one.
-    fn look(&mut self) -> Result<(), Error> {
+    pub(super) fn look(&mut self) -> Result<(), Error> {
         let mut told = [IbvWc::default(); BATCH];
         loop {
             match self.pair.completions(|| super::is_wanted(&self.card), &mut told) {
-                Ok(Some(count)) => told[..count].iter().try_for_each(|completion| self.take(completion))?,
+                Ok(Some(count)) => {
+                    let told = &told[..count];
+                    told.iter().try_for_each(|completion| self.take(completion))?;
+                    if let Err(error) = self.pair.post_receives(received(told)) {
+                        return self.lose(&error);
+                    }
+                }
                 Ok(None) => break,
                 Err(error) => return self.lose(&error),
             }
@@ -221,20 +289,24 @@ impl Receiving {
     }
 
     fn take(&mut self, completion: &IbvWc) -> Result<(), Error> {
-        if WcStatus(completion.status) != WcStatus::SUCCESS {
+        let is_good = WcStatus(completion.status) == WcStatus::SUCCESS;
+        if completion.wr_id == READ {
+            self.taking.has_read(is_good);
+        }
+        if !is_good {
             self.break_off(problem_of(&self.card, completion));
             return Ok(());
         }
-        if completion.wr_id != RECEIVED {
-            self.notes = self.notes.saturating_sub(1);
-            return Ok(());
+        match completion.wr_id {
+            RECEIVED => {}
+            READ => return Ok(()),
+            _ => {
+                self.notes = self.notes.saturating_sub(1);
+                return Ok(());
+            }
         }
         let came = self.came(u32::from_be(completion.imm_data), completion.byte_len);
-        came.map_err(|problem| Error::protocol(self.peer, problem))?;
-        match self.pair.post_receive() {
-            Ok(()) => Ok(()),
-            Err(error) => self.lose(&error),
-        }
+        came.map_err(|problem| Error::protocol(self.peer, problem))
     }
 
     /// A message has come with this number and so many bytes.
@@ -244,6 +316,10 @@ impl Receiving {
             // SAFETY: `large` exists only on a narrow link, so `area` is a narrow link's; it is mapped as long as it is registered.
             (Came::Part, Some(large), Some(area)) => unsafe { large.take(area.at(0), (bytes, most), false) },
             (Came::Part, ..) => Err("a piece of a large frame came on a link that takes frames whole".into()),
+            (Came::Offer { .. }, ..) if self.reads == 0 || bytes != Offer::BYTES as u32 => {
+                Err(format!("an offer of {bytes} bytes came, on a link with {} READs at once", self.reads))
+            }
+            (Came::Offer { number }, ..) => self.credits.came_offered(number, bytes),
             (Came::Frame { number, large: true }, Some(large), Some(area)) => {
                 self.credits.came((number, true), bytes)?;
                 // SAFETY: as above.
@@ -254,13 +330,14 @@ impl Receiving {
     }
 
     /// The oldest frame is released.
-    fn release(&mut self) {
+    pub(super) fn release(&mut self) {
         if let (Some(large), Some((place, _))) = (&mut self.large, self.credits.head())
             && place.slot.is_some()
         {
             large.release();
         }
         self.credits.release();
+        self.tell();
     }
 
     /// The oldest frame that has come.
@@ -305,7 +382,10 @@ impl Receiving {
     fn tell(&mut self) {
         while self.notes < NOTES && !self.is_broken {
             let copied = self.large.as_mut().and_then(Assembly::tell).map(Note::Copied);
-            let released = || self.credits.owes().then(|| Note::Released(self.credits.tell()));
+            // While READs are under way the sender's operation is not over, so the note for released offers may wait for them.
+            let is_awaited = self.credits.is_awaited() && self.taking.under_way() == 0;
+            let released =
+                || (self.credits.owes() || is_awaited).then(|| Note::Released(self.credits.tell()));
             let Some(note) = copied.or_else(released) else { return };
             match self.pair.post_number(0, note.encode()) {
                 Ok(()) => self.notes += 1,
@@ -323,7 +403,8 @@ impl Receiving {
     }
 
     /// Breaks the link off, as a call of the library failed.
-    fn lose(&mut self, error: &VerbsError) -> Result<(), Error> {
+    pub(super) fn lose(&mut self, error: &VerbsError) -> Result<(), Error> {
+        self.is_lost = true;
         self.break_off(error.to_string());
         Ok(())
     }

@@ -3,15 +3,16 @@
 use std::os::fd::AsFd;
 use std::sync::Arc;
 
-use allstream_sys::verbs::{IbvSge, IbvWc, VerbsError, WcStatus};
+use allstream_sys::verbs::{Access, IbvSge, IbvWc, VerbsError, WcStatus};
 use parking_lot::Mutex;
 
-use super::broken::{BATCH, problem_of, report};
+use super::broken::{BATCH, problem_of, received, report};
 use super::card::Card;
 use super::credits::{COUNT, Note, PART, Place, Sender};
 use super::domain::Registered;
 use super::hello::{Area, Hello, Talk};
 use super::layout::{CELL, CELLS_BYTES, LARGEST, PIECE_BYTES, PIECES, cut, offset, place_of_piece};
+use super::offers::Offering;
 use super::pieces::PiecesSent;
 use super::queue_pair::{QueuePair, RECEIVED, Room, Write};
 use super::{check_other, first_packet, on_rank};
@@ -103,18 +104,31 @@ impl LinkTx for VerbsTx {
     }
 
     fn needs_slot(&self, payload: *const u8, len: usize) -> bool {
-        // Of the places where such a payload may lie, only the region's staging slots are registered with the device.
+        // The region's staging slots are registered with the device, and so are buffers from `Comm::alloc`, as far as the device takes them.
         let (at, bytes) = self.card.region().all_slots();
         let offset = (payload as usize).wrapping_sub(at.as_ptr() as usize);
-        offset >= bytes || len > bytes - offset
+        let in_slots = offset < bytes && len <= bytes - offset;
+        !in_slots && self.card.block(payload, len).is_none()
     }
 
     unsafe fn post(&mut self, header: Header, payload: *const u8) -> Result<Posted, Error> {
         match &self.state {
             // SAFETY: the caller's promise.
             State::Open(sending) => unsafe { sending.lock().post(header, payload) },
-            _ => Err(Error::system("send by RDMA", "there is no room (a bug)")),
+            _ => Err(no_room()),
         }
+    }
+
+    unsafe fn post_to_copy(&mut self, header: Header, payload: *const u8) -> Result<Posted, Error> {
+        match &self.state {
+            // SAFETY: the caller's promise.
+            State::Open(sending) => unsafe { sending.lock().post_to_copy(header, payload) },
+            _ => Err(no_room()),
+        }
+    }
+
+    fn touches(&self, at: *const u8, len: usize) -> bool {
+        self.card.region().is_page(at, len)
     }
 
     fn arrives_unread(&self) -> bool {
@@ -133,8 +147,8 @@ impl LinkTx for VerbsTx {
             State::Open(sending) => sending.lock().revoke(),
             _ => self.state = State::Dead,
         }
-        // The device reads the link's cells and staging slots, never an operation's memory: no operation has to wait for it. The slots come
-        // back one by one as the device is done with them.
+        // Of operations' memory the device reads buffers from `Comm::alloc` alone, and those it `touches`. They, and slots, come back one by one
+        // as the device is done with them.
         true
     }
 
@@ -157,22 +171,28 @@ impl LinkTx for VerbsTx {
     }
 }
 
+fn no_room() -> Error {
+    Error::system("send by RDMA", "there is no room (a bug)")
+}
+
 /// The state of a sending end from the greeting on. A [lease](LinkTx::lease) shares it, to ask whether the device is done with staging slots.
-struct Sending {
-    peer: Rank,
-    pair: QueuePair,
+pub(super) struct Sending {
+    pub(super) peer: Rank,
+    pub(super) pair: QueuePair,
     /// The cells that the device reads headers and small payloads from. `None` only while this is being dropped, as `slots` is.
-    cells: Option<Registered>,
+    pub(super) cells: Option<Registered>,
     slots: Option<Arc<Registered>>,
-    card: Arc<Card>,
-    credits: Sender,
-    to: Area,
+    pub(super) card: Arc<Card>,
+    pub(super) credits: Sender,
+    pub(super) to: Area,
     first_packet: u32,
     max_message: u32,
     /// How many slots this end asks the receiver for: the queue of `pair` has room for so many large frames at once.
     most_slots: u32,
     /// The count of the pieces that large frames are sent in. `None`: the link is not narrow (`pieces.rs`), and they go whole.
     pieces: Option<PiecesSent>,
+    /// What is offered to the receiver. `None`: it takes no offers, or the device refused one.
+    pub(super) offering: Option<Offering>,
     /// The large frame of which pieces are still to be posted.
     large: Option<Large>,
     /// Pieces of `large` that the device is not done with; the last one is not counted.
@@ -198,8 +218,11 @@ struct Large {
 impl Sending {
     fn new(peer: Rank, card: &Arc<Card>) -> Result<Sending, Error> {
         let (max_message, most_slots) = (card.max_message(), card.slots_to_send(card.max_message()));
-        let room =
-            Room { send: card.requests_to_send(most_slots, max_message), receive: super::RECEIVES as u32 };
+        let room = Room {
+            send: card.requests_to_send(most_slots, max_message),
+            receive: super::RECEIVES as u32,
+            other_may: Access::REMOTE_READ,
+        };
         let mut pair = QueuePair::new(card, room)?;
         super::fill(&mut pair, card)?;
         Ok(Sending {
@@ -214,6 +237,7 @@ impl Sending {
             max_message,
             most_slots,
             pieces: None,
+            offering: None,
             large: None,
             under_way: 0,
             peer_at: String::new(),
@@ -224,7 +248,8 @@ impl Sending {
     }
 
     fn hello(&self) -> Hello {
-        self.card.hello(self.pair.number(), self.first_packet, self.most_slots, None)
+        let reads = self.card.reads().answered;
+        Hello { reads, ..self.card.hello(self.pair.number(), self.first_packet, self.most_slots, None) }
     }
 
     /// Connects the queue pair to the receiver's, by the hello that the receiver has answered with.
@@ -239,13 +264,21 @@ impl Sending {
                 other.slots, self.most_slots
             )));
         }
+        if other.reads > self.card.reads().answered {
+            return Err(wrong(format!(
+                "it asks for {} READs at once, and {} were said to be answered",
+                other.reads,
+                self.card.reads().answered
+            )));
+        }
         self.max_message = self.max_message.min(other.max_message);
         self.peer_at = super::place_of(&other);
         if other.slots == 0 {
             // The link is narrow: one large frame goes at a time, in pieces, for which the queue always has room.
             (self.credits, self.pieces) = (Sender::new(1), Some(PiecesSent::default()));
-            return self.pair.connect(&self.card, self.first_packet, &other);
+            return self.pair.connect(&self.card, self.first_packet, &other, 0);
         }
+        self.offering = (other.reads > 0).then(Offering::default);
         // The queue was made for messages as large as this rank's port takes. If the peer's port takes only smaller ones, a frame is more
         // requests, and the queue has room for fewer slots.
         let room = self.card.requests_to_send(self.most_slots, self.card.max_message());
@@ -255,7 +288,7 @@ impl Sending {
             Error::system(format!("send to rank {} by RDMA", self.peer), problem)
         })?;
         self.credits = Sender::new(other.slots.min(slots));
-        self.pair.connect(&self.card, self.first_packet, &other)
+        self.pair.connect(&self.card, self.first_packet, &other, other.reads)
     }
 
     /// Takes all completions that have come. If the progress thread is about to sleep, asks the device to wake it at the next one.
@@ -265,21 +298,33 @@ impl Sending {
             match self.pair.completions(|| super::is_wanted(&self.card), &mut told) {
                 // An error in one completion does not keep the others from being taken: each says that the device is done with something.
                 Ok(Some(count)) => {
-                    told[..count].iter().map(|completion| self.take(completion)).fold(Ok(()), Result::and)?
+                    let told = &told[..count];
+                    told.iter().map(|completion| self.take(completion)).fold(Ok(()), Result::and)?;
+                    if let Err(error) = self.pair.post_receives(received(told)) {
+                        self.lose(error);
+                    }
                 }
                 Ok(None) => break,
-                Err(error) => return self.lose(error),
+                Err(error) => {
+                    self.lose(error);
+                    return Ok(());
+                }
             }
         }
-        self.go_on_with_large()
+        self.go_on_with_large();
+        Ok(())
     }
 
     fn take(&mut self, completion: &IbvWc) -> Result<(), Error> {
         let status = WcStatus(completion.status);
         if status != WcStatus::SUCCESS {
             self.break_off(problem_of(&self.card, completion));
-            // The request has failed, but the device is done with it.
-            self.is_done_with(completion.wr_id);
+            // The request has failed, but the device is done with it. If the request was to end an offer, the peer may still read what is offered:
+            // that ends when the link is revoked.
+            let frame = completion.wr_id.wrapping_sub(1);
+            if !self.is_offered(frame) {
+                self.is_done_with(completion.wr_id);
+            }
             return Ok(());
         }
         if completion.wr_id != RECEIVED {
@@ -288,38 +333,45 @@ impl Sending {
         }
         let told = match (Note::decode(u32::from_be(completion.imm_data)), &mut self.pieces) {
             (Note::Released(count), _) => self.credits.told(count),
-            (Note::Copied(count), Some(pieces)) => pieces.told(count, COUNT),
+            (Note::Copied(count), Some(pieces)) => pieces.told(count, COUNT).map(|()| 0..0),
             (Note::Copied(_), None) => {
                 Err("it says that it copied pieces of frames, and none was sent".into())
             }
         };
-        told.map_err(|problem| Error::protocol(self.peer, problem))?;
-        match self.pair.post_receive() {
-            Ok(()) => Ok(()),
-            Err(error) => self.lose(error),
-        }
+        let released = told.map_err(|problem| Error::protocol(self.peer, problem))?;
+        self.end_offers_of(released);
+        Ok(())
     }
 
     /// The device is done with the request of this id.
     fn is_done_with(&mut self, id: u64) {
         match id {
             RECEIVED => {}
-            id if id & PIECE == 0 => self.credits.is_done_with_next(),
+            id if id & PIECE == 0 => {
+                let frame = id.wrapping_sub(1);
+                if let Some(offering) = &mut self.offering {
+                    offering.is_over(frame);
+                }
+                self.credits.is_done_with(frame);
+            }
             _ => self.under_way = self.under_way.saturating_sub(1),
         }
     }
 
     /// Breaks the link off because a call of the library failed, or because the device has reported a failure. Nobody knows what the device still reads
     /// until the queue pair is destroyed.
-    fn lose(&mut self, problem: impl ToString) -> Result<(), Error> {
+    pub(super) fn lose(&mut self, problem: impl ToString) {
         self.break_off(problem.to_string());
+        self.pair.fail();
+        self.end_offers();
         if self.pair.destroy() {
             self.large = None;
-            while self.credits.gone() < self.credits.posted() {
-                self.credits.is_done_with_next();
+            for frame in self.credits.gone()..self.credits.posted() {
+                if !self.is_offered(frame) {
+                    self.credits.is_done_with(frame);
+                }
             }
         }
-        Ok(())
     }
 
     fn break_off(&mut self, problem: String) {
@@ -337,13 +389,12 @@ impl Sending {
         if !self.is_over()
             && let Some(problem) = self.pair.problem()
         {
-            // `lose` always returns `Ok`.
-            let _ = self.lose(problem);
+            self.lose(problem);
         }
         self.broke.take()
     }
 
-    fn is_over(&self) -> bool {
+    pub(super) fn is_over(&self) -> bool {
         self.is_revoked || self.broken_at.is_some()
     }
 
@@ -359,6 +410,7 @@ impl Sending {
         if !self.is_revoked {
             self.is_revoked = true;
             self.pair.fail();
+            self.end_offers();
         }
         let _ = self.look();
     }
@@ -370,7 +422,7 @@ impl Sending {
         if self.credits.gone() < self.credits.posted()
             && let Some(problem) = self.pair.problem()
         {
-            let _ = self.lose(problem);
+            self.lose(problem);
         }
         self.credits.gone() == self.credits.posted()
     }
@@ -379,14 +431,19 @@ impl Sending {
     ///
     /// # Safety
     /// As there.
-    unsafe fn post(&mut self, header: Header, payload: *const u8) -> Result<Posted, Error> {
+    pub(super) unsafe fn post(&mut self, header: Header, payload: *const u8) -> Result<Posted, Error> {
         let len = header.len as usize;
         let (Some(cells), Some(slots)) = (&self.cells, &self.slots) else {
             return Err(Error::system("send by RDMA", "the link is closed (a bug)"));
         };
         let large = len > INLINE;
-        if large && (len > SLOT || !slots.holds(payload, len)) {
-            return Err(Error::system("send by RDMA", "the payload is in no staging slot (a bug)"));
+        let key = match slots.holds(payload, len) {
+            true => Some(slots.local_key()),
+            false if large => self.card.block(payload, len).map(|part| part.key),
+            false => None,
+        };
+        if large && (len > SLOT || key.is_none()) {
+            return Err(Error::system("send by RDMA", "the payload is in no registered memory (a bug)"));
         }
         let (place, number) = self.credits.post(large);
         let cell = cells.at(place.cell as usize * CELL);
@@ -401,32 +458,32 @@ impl Sending {
         }
         let in_cell = HEADER_BYTES + if large { 0 } else { len };
         let first = piece(cell, in_cell, cells.local_key());
-        let second = piece(payload, len, slots.local_key());
+        let second = piece(payload, len, key.unwrap_or_default());
         let from = if large { &[first, second][..] } else { &[first][..] };
         let (frame, bytes) = (self.credits.posted(), HEADER_BYTES + len);
         if large && self.pieces.is_some() {
             self.large = Some(Large { from: [first, second], bytes, posted: 0, number });
-            self.go_on_with_large()?;
+            self.go_on_with_large();
             return Ok(Posted::Held);
         }
-        // SAFETY: the cell is registered, and stays as it is until the device is done with the frame. So does the slot, by the caller's
-        // promise.
+        // SAFETY: the cell is registered, and stays as it is until the device is done with the frame. So does the payload's memory, by the
+        // caller's promise.
         if let Err(error) = unsafe { self.write(from, bytes, place, (frame, number)) } {
-            self.lose(error)?;
+            self.lose(error);
         }
         Ok(if large { Posted::Held } else { Posted::Copied })
     }
 
     /// Posts as many pieces of the large frame as the window has room for. On a link that was revoked or has broken it posts none, and
     /// counts the frame as done with once the device is done with the pieces that were posted.
-    fn go_on_with_large(&mut self) -> Result<(), Error> {
+    fn go_on_with_large(&mut self) {
         while !self.is_over()
             && let (Some(large), Some(pieces)) = (&mut self.large, &mut self.pieces)
         {
             // The receiver's note that it has copied a piece may come before the piece's completion here. The queue has room for `PIECES`
             // uncompleted pieces beside all frames.
             if !pieces.has_room() || u64::from(self.under_way) >= PIECES {
-                return Ok(());
+                return;
             }
             let bytes = (large.bytes - large.posted).min(self.max_message.min(PIECE_BYTES) as usize);
             let mut parts = [IbvSge::default(); 2];
@@ -454,7 +511,6 @@ impl Sending {
             self.large = None;
             self.credits.is_done_with_next();
         }
-        Ok(())
     }
 
     /// Writes a frame to its place in the receiver's area, in as many messages as its size takes.
@@ -488,7 +544,13 @@ impl Sending {
 
 impl Drop for Sending {
     fn drop(&mut self) {
-        if crate::forked::is_forked() || !self.pair.destroy() {
+        if crate::forked::is_forked() {
+            std::mem::forget((self.cells.take(), self.slots.take()));
+            return;
+        }
+        self.pair.fail();
+        self.end_offers();
+        if !self.pair.destroy() {
             // The device may go on reading cells and slots for ever.
             std::mem::forget((self.cells.take(), self.slots.take()));
         }
@@ -496,9 +558,9 @@ impl Drop for Sending {
 }
 
 /// Set in the id of a piece that is not a frame's last, and in that of a receive request: their completions count for no frame.
-const PIECE: u64 = 1 << 63;
+pub(super) const PIECE: u64 = 1 << 63;
 
-fn piece(at: *const u8, bytes: usize, key: u32) -> IbvSge {
+pub(super) fn piece(at: *const u8, bytes: usize, key: u32) -> IbvSge {
     IbvSge { addr: at.expose_provenance() as u64, length: bytes as u32, lkey: key }
 }
 

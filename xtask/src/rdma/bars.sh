@@ -4,10 +4,7 @@
 set -e
 export ALLSTREAM_TRACE_DIR=off
 ip link set lo up
-ip link add rd0 type dummy
-ip addr add 10.9.0.1/24 dev rd0
-ip link set rd0 mtu 4200 up
-rdma link add rxe0 type rxe netdev rd0
+soft_roce
 
 # A figure of perftest's last line: column 4 of a bandwidth test is the average in MiB/s, column 5 of a latency test the typical one in us.
 perftest() {
@@ -35,8 +32,12 @@ counters() {
 for round in 1 2 3; do
     echo "ib_write_bw $(perftest ib_write_bw 4 -s 4194304 -n 20)"
     echo "broadcast_4M $(perf broadcast -N 2 --link rdma --sizes 4M -n 8)"
+    echo "ib_write_bw_one_at_a_time $(perftest ib_write_bw 4 -s 4194304 -n 20 -t 1)"
+    echo "broadcast_4M_alloc $(perf broadcast -N 2 --link rdma --sizes 4M -n 8 --alloc arena)"
+    echo "ib_read_bw $(perftest ib_read_bw 4 -s 4194304 -n 20)"
     echo "ib_write_bw_both $(perftest ib_write_bw 4 -b -s 4194304 -n 20)"
     echo "all_reduce_16M $(perf all_reduce -N 2 --link rdma --sizes 16M -n 4)"
+    echo "all_reduce_16M_alloc $(perf all_reduce -N 2 --link rdma --sizes 16M -n 4 --alloc arena)"
     echo "all_reduce_16M_tcp $(perf all_reduce -N 2 --link tcp --sizes 16M -n 4)"
     echo "all_reduce_4M_4_ranks $(perf all_reduce -N 4 --link rdma --sizes 4M -n 4)"
     echo "all_reduce_4M_4_ranks_tcp $(perf all_reduce -N 4 --link tcp --sizes 4M -n 4)"

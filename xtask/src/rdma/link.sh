@@ -8,10 +8,7 @@ ip link set lo up
 echo "case: missing"
 ALLSTREAM_LINK=rdma timeout 60 "$ALLSTREAM" run -n 2 -- "$ALLSTREAM" perf all_reduce --sizes 8 -n 1 -w 1 2>&1 || echo "ended with $?"
 
-ip link add rd0 type dummy
-ip addr add 10.9.0.1/24 dev rd0
-ip link set rd0 mtu 4200 up
-rdma link add rxe0 type rxe netdev rd0
+soft_roce
 
 # Every collective; `perf` compares the results with its oracle.
 for ranks in 2 4; do
@@ -19,6 +16,12 @@ for ranks in 2 4; do
         echo "case: $ranks $collective"
         timeout 60 "$ALLSTREAM" perf "$collective" -N "$ranks" --link rdma --sizes 8,4K,1M -n 2 -w 1 2>&1 || echo "ended with $?"
     done
+done
+
+# Buffers from `Comm::alloc`, which the device reads and writes where they lie.
+for collective in all_reduce broadcast all_gather send_recv; do
+    echo "case: 2 $collective in alloc"
+    timeout 60 "$ALLSTREAM" perf "$collective" -N 2 --link rdma --alloc arena --sizes 8,64K,1M -n 2 -w 1 2>&1 || echo "ended with $?"
 done
 
 # Small packets: an MTU of 1500 has room for 1024 bytes of data, so a message is many packets.
@@ -35,4 +38,5 @@ done
 rdma resource show
 
 signalled killed KILL 4
+signalled 'killed in alloc' KILL 4 --alloc arena
 signalled stopped STOP 4

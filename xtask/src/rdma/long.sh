@@ -4,10 +4,7 @@
 set -e
 export ALLSTREAM_TRACE_DIR=off
 ip link set lo up
-ip link add rd0 type dummy
-ip addr add 10.9.0.1/24 dev rd0
-ip link set rd0 mtu 4200 up
-rdma link add rxe0 type rxe netdev rd0
+soft_roce
 
 echo "case: operations"
 # Half of them in place, half of them not.
@@ -19,6 +16,8 @@ done
 
 kill=1
 while [ "$kill" -le 100 ]; do
-    signalled "kill $kill" KILL 3
+    # Half of them while the device reads and writes buffers from `Comm::alloc` where they lie.
+    if [ $((kill % 2)) = 0 ]; then set -- --alloc arena; else set --; fi
+    signalled "kill $kill" KILL 3 "$@"
     kill=$((kill + 1))
 done

@@ -48,9 +48,9 @@ impl TwoHosts {
         program("ssh")?;
         let scratch = Scratch::new();
         // The end of a cable has a name of 15 letters at most. It has this process's number, as other processes may run these tests.
-        let name = |end| format!("as{}{}{end}", std::process::id(), NEXT.load(Ordering::Relaxed) % 10);
         static NEXT: AtomicUsize = AtomicUsize::new(0);
-        NEXT.fetch_add(1, Ordering::Relaxed);
+        let next = NEXT.fetch_add(1, Ordering::Relaxed) % 10;
+        let name = |end| format!("as{}{next}{end}", std::process::id());
         let mut hosts = TwoHosts { scratch, names: [name('a'), name('b')], sshd: None };
         let [near, far] = hosts.names.clone();
         let ip = |arguments: &str| done(Command::new(&ip).args(arguments.split(' ')));

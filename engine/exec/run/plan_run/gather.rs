@@ -342,7 +342,11 @@ impl<B: Backend> PlanRun<B> {
         };
         let end = at + m;
         let (operation, step, receiver) = (t.c.op.number, i as u32, t.receiver(k));
-        let free = port.post(peer, header, payload, FrameSource { operation, step, receiver, end })?;
+        // What combines no values is copied, and so is a result that stays as it is.
+        let moves = || t.c.op.signature.collective().is_some_and(|kind| !kind.reduces());
+        let is_copied = header.len as usize > Port::INLINE && (program.nodes[i].is_final || moves());
+        let source = FrameSource { operation, step, receiver, is_copied, end };
+        let free = port.post(peer, header, payload, source)?;
         self.touched += m * state.unit;
         let index = state.first + k;
         if free && self.freed[index] == at {

@@ -1,10 +1,10 @@
-//! The calls that move data. In C they are inline functions of the header that call through the open device's table of functions
+//! The calls that move data, and those that make memory windows. In C they are inline functions of the header that call through the open device's table of functions
 //! ([`IbvContextOps`](super::IbvContextOps)); the methods here do the same.
 
 use std::ffi::c_int;
 use std::ptr;
 
-use super::types::{IbvCq, IbvQp, IbvRecvWr, IbvSendWr, IbvWc};
+use super::types::{IbvCq, IbvMw, IbvPd, IbvQp, IbvRecvWr, IbvSendWr, IbvWc, MwType};
 use super::{Verbs, VerbsError};
 
 /// The error of a call that the device's driver does not implement.
@@ -77,5 +77,35 @@ impl Verbs {
         let notify = notify.ok_or_else(|| missing("ibv_req_notify_cq"))?;
         // SAFETY: the queue exists (the caller's promise). 0: the event is for any completion, not only for solicited ones.
         self.done("ibv_req_notify_cq", unsafe { notify(queue, 0) })
+    }
+
+    /// `ibv_alloc_mw`: makes a window of type 2, which opens no memory until a request binds it.
+    ///
+    /// # Safety
+    /// The protection domain exists.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub unsafe fn alloc_mw(&self, domain: *mut IbvPd) -> Result<*mut IbvMw, VerbsError> {
+        // SAFETY: the domain exists (the caller's promise), and so does the open device that the domain was made on.
+        let alloc = unsafe { (*(*domain).context).ops.alloc_mw };
+        let alloc = alloc.ok_or_else(|| missing("ibv_alloc_mw"))?;
+        // SAFETY: the domain exists (the caller's promise).
+        self.made("ibv_alloc_mw", unsafe { alloc(domain, MwType::TYPE_2.0) })
+    }
+
+    /// `ibv_dealloc_mw`: frees a window. If the window is bound, its binding ends.
+    ///
+    /// # Safety
+    /// The window exists, and is not used any more.
+    ///
+    /// # Errors
+    /// The driver's. The window then still exists.
+    pub unsafe fn dealloc_mw(&self, window: *mut IbvMw) -> Result<(), VerbsError> {
+        // SAFETY: the window exists (the caller's promise), and so does the open device that the window was made on.
+        let dealloc = unsafe { (*(*window).context).ops.dealloc_mw };
+        let dealloc = dealloc.ok_or_else(|| missing("ibv_dealloc_mw"))?;
+        // SAFETY: the caller's promise.
+        self.done("ibv_dealloc_mw", unsafe { dealloc(window) })
     }
 }

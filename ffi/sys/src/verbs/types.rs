@@ -444,6 +444,7 @@ numbers! {
         0x1 LOCAL_WRITE IBV_ACCESS_LOCAL_WRITE;
         0x2 REMOTE_WRITE IBV_ACCESS_REMOTE_WRITE;
         0x4 REMOTE_READ IBV_ACCESS_REMOTE_READ;
+        0x10 MW_BIND IBV_ACCESS_MW_BIND;
     }
     /// [`IbvSendWr::opcode`].
     WrOpcode(c_uint) {
@@ -452,11 +453,22 @@ numbers! {
         2 SEND IBV_WR_SEND;
         3 SEND_WITH_IMM IBV_WR_SEND_WITH_IMM;
         4 RDMA_READ IBV_WR_RDMA_READ;
+        7 LOCAL_INV IBV_WR_LOCAL_INV;
+        8 BIND_MW IBV_WR_BIND_MW;
     }
     /// [`IbvSendWr::send_flags`], as bits.
     SendFlags(c_uint) {
         0x2 SIGNALED IBV_SEND_SIGNALED;
         0x8 INLINE IBV_SEND_INLINE;
+    }
+    /// [`IbvMw::kind`].
+    MwType(c_int) {
+        1 TYPE_1 IBV_MW_TYPE_1;
+        2 TYPE_2 IBV_MW_TYPE_2;
+    }
+    /// [`IbvDeviceAttr::device_cap_flags`], as bits.
+    DeviceCap(c_uint) {
+        0x100_0000 MEM_WINDOW_TYPE_2B IBV_DEVICE_MEM_WINDOW_TYPE_2B;
     }
     /// [`IbvWc::status`].
     WcStatus(c_uint) {

@@ -1,0 +1,225 @@
+//! Large frames that are offered: the payload stays in the sender's memory, and the receiver READs it, mostly straight to where it belongs.
+//!
+//! The sender offers a frame if the payload lies in a registered buffer (`blocks.rs`) and the receiver only copies it. It binds a window to the payload,
+//! and writes to the frame's cell an [`Offer`]: the frame's header, the payload's address, and the window's key. Both ends count the frame as any
+//! large frame, with a slot: to that the receiver READs what it cannot READ to its place. When it has released the frame it says so at once, and then
+//! the sender invalidates the key. Only after that is the payload's memory free.
+
+use std::collections::VecDeque;
+
+use super::credits::{CELLS, MOST_SLOTS};
+use super::layout::CELL;
+use super::windows::Window;
+use crate::link::{HEADER_BYTES, Header, INLINE, SLOT};
+
+/// Payloads of fewer bytes are written, not offered: the question and the answer would take longer than the copies that they save.
+pub(super) const OFFERED_FROM: usize = 64 << 10;
+
+/// What a sender writes to the cell of a frame whose payload it offers.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Offer {
+    pub(super) header: Header,
+    /// Where the payload is in the sender's memory.
+    pub(super) at: u64,
+    /// The key by which the payload can be read.
+    pub(super) key: u32,
+}
+
+impl Offer {
+    pub(super) const BYTES: usize = HEADER_BYTES + 16;
+
+    pub(super) fn encode(&self) -> [u8; Offer::BYTES] {
+        let mut bytes = [0; Offer::BYTES];
+        let (header, rest) = bytes.split_at_mut(HEADER_BYTES);
+        header.copy_from_slice(&self.header.encode());
+        rest[..8].copy_from_slice(&self.at.to_le_bytes());
+        rest[8..12].copy_from_slice(&self.key.to_le_bytes());
+        bytes
+    }
+
+    /// Reads an offer that a peer has written, or says what is wrong with it.
+    pub(super) fn decode(bytes: &[u8; Offer::BYTES]) -> Result<Offer, String> {
+        let u32_at = |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
+        let mut header = [0; HEADER_BYTES];
+        header.copy_from_slice(&bytes[..HEADER_BYTES]);
+        let header = Header::decode(&header, SLOT)?;
+        let at = u64::from(u32_at(HEADER_BYTES)) | u64::from(u32_at(HEADER_BYTES + 4)) << 32;
+        let (key, rest) = (u32_at(HEADER_BYTES + 8), u32_at(HEADER_BYTES + 12));
+        if header.len as usize <= INLINE || at.checked_add(header.len.into()).is_none() || rest != 0 {
+            return Err(format!("an impossible offer of {} bytes at {at:#x}", header.len));
+        }
+        Ok(Offer { header, at, key })
+    }
+}
+
+const _: () = assert!(Offer::BYTES <= CELL);
+
+/// The sender's side: the windows of the frames that are offered.
+#[derive(Default)]
+pub(super) struct Offering {
+    /// Windows that are not bound.
+    free: Vec<Window>,
+    /// The windows of offered frames, each at the frame's number modulo [`CELLS`].
+    bound: [Option<Window>; CELLS as usize],
+}
+
+impl Offering {
+    /// A window that is not bound; `make` makes one if there is none.
+    pub(super) fn take<E>(&mut self, make: impl FnOnce() -> Result<Window, E>) -> Result<Window, E> {
+        if let Some(window) = self.free.pop() {
+            return Ok(window);
+        }
+        // Room for all that there will ever be: nothing is allocated later.
+        self.free.reserve(MOST_SLOTS as usize);
+        make()
+    }
+
+    /// A window that [`take`](Offering::take) gave is bound to the payload of a frame.
+    pub(super) fn bind(&mut self, frame: u64, window: Window) {
+        self.bound[(frame % CELLS) as usize] = Some(window);
+    }
+
+    /// The key of a frame's window, if the frame is offered.
+    pub(super) fn key(&self, frame: u64) -> Option<u32> {
+        self.bound[(frame % CELLS) as usize].as_ref().map(Window::key)
+    }
+
+    /// The key of a frame's window is not valid any more. `false`: the frame is not offered.
+    pub(super) fn is_over(&mut self, frame: u64) -> bool {
+        let window = self.bound[(frame % CELLS) as usize].take();
+        let was_bound = window.is_some();
+        self.free.extend(window);
+        was_bound
+    }
+
+    /// Gives back the window of a frame, so that the peer cannot read the payload any more. `false`: the frame is not offered, or the device keeps the
+    /// window.
+    pub(super) fn end(&mut self, frame: u64) -> bool {
+        let bound = &mut self.bound[(frame % CELLS) as usize];
+        let ended = bound.as_mut().is_some_and(Window::end);
+        if ended {
+            *bound = None;
+        }
+        ended
+    }
+}
+
+/// Where a READ puts what it reads.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum To {
+    /// The frame's slot.
+    Slot,
+    /// An operation's memory at this address.
+    Place(u64),
+}
+
+/// How far the receiver is with the payload of an offered frame.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Stage {
+    /// No READ is posted for what is left of the payload.
+    Idle,
+    Reading(To, usize),
+    /// So many bytes from [`Taken::done`] on have been read.
+    Here(To, usize),
+    /// The READ failed.
+    Failed,
+}
+
+/// An offer that the receiver has taken.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Taken {
+    pub(super) offer: Offer,
+    /// Bytes that are released.
+    pub(super) done: usize,
+    pub(super) stage: Stage,
+}
+
+impl Taken {
+    /// Bytes that are not released.
+    pub(super) fn left(&self) -> usize {
+        self.offer.header.len as usize - self.done
+    }
+
+    /// Whether this frame goes on where another one ends: both are of one message, whose elements have `unit` bytes.
+    pub(super) fn follows(&self, before: &Taken, unit: usize) -> bool {
+        let (a, b) = (&before.offer.header, &self.offer.header);
+        let is_same = (a.comm, a.op, a.message) == (b.comm, b.op, b.message) && a.signature == b.signature;
+        let elements = (a.len as usize).checked_div(unit).unwrap_or(0) as u64;
+        is_same && a.offset.checked_add(elements) == Some(b.offset)
+    }
+}
+
+/// The receiver's side: the offers that have come and were not released, and the READs under way.
+#[derive(Default)]
+pub(super) struct Taking {
+    /// Each at its frame's number modulo [`CELLS`].
+    taken: [Option<Taken>; CELLS as usize],
+    /// The frames for which a READ is posted, in the order in which the READs complete.
+    reading: VecDeque<u64>,
+}
+
+impl Taking {
+    pub(super) fn new() -> Taking {
+        Taking { reading: VecDeque::with_capacity(MOST_SLOTS as usize), ..Taking::default() }
+    }
+
+    pub(super) fn take(&mut self, frame: u64, offer: Offer) -> Taken {
+        *self.taken[(frame % CELLS) as usize].insert(Taken { offer, done: 0, stage: Stage::Idle })
+    }
+
+    pub(super) fn get(&self, frame: u64) -> Option<Taken> {
+        self.taken[(frame % CELLS) as usize]
+    }
+
+    /// How many READs are posted.
+    pub(super) fn under_way(&self) -> usize {
+        self.reading.len()
+    }
+
+    /// Whether a READ is posted that writes to an operation's memory.
+    pub(super) fn writes(&self) -> bool {
+        let is_to_place = |taken: &Taken| matches!(taken.stage, Stage::Reading(To::Place(_), _));
+        self.reading.iter().filter_map(|frame| self.get(*frame)).any(|taken| is_to_place(&taken))
+    }
+
+    /// A READ is posted for the next `bytes` bytes of a frame.
+    pub(super) fn reads(&mut self, frame: u64, to: To, bytes: usize) {
+        if let Some(taken) = &mut self.taken[(frame % CELLS) as usize] {
+            taken.stage = Stage::Reading(to, bytes);
+            self.reading.push_back(frame);
+        }
+    }
+
+    /// The oldest READ has ended.
+    pub(super) fn has_read(&mut self, is_good: bool) {
+        let Some(frame) = self.reading.pop_front() else { return };
+        if let Some(taken) = &mut self.taken[(frame % CELLS) as usize]
+            && let Stage::Reading(to, bytes) = taken.stage
+        {
+            taken.stage = if is_good { Stage::Here(to, bytes) } else { Stage::Failed };
+        }
+    }
+
+    /// So many bytes of those that are here are released. Returns whether that was the frame's last byte.
+    pub(super) fn release(&mut self, frame: u64, bytes: usize) -> bool {
+        let at = &mut self.taken[(frame % CELLS) as usize];
+        let Some(taken) = at else { return true };
+        taken.done += bytes;
+        taken.stage = match taken.stage {
+            Stage::Here(To::Slot, here) if here > bytes => Stage::Here(To::Slot, here - bytes),
+            _ => Stage::Idle,
+        };
+        let is_whole = taken.left() == 0;
+        if is_whole {
+            *at = None;
+        }
+        is_whole
+    }
+
+    /// The queue pair is gone: no READ is under way any more.
+    pub(super) fn end(&mut self) {
+        while self.under_way() > 0 {
+            self.has_read(false);
+        }
+    }
+}
