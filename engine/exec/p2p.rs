@@ -309,7 +309,11 @@ impl Messages {
             return Err(wrong("a message frame of another communicator"));
         }
         let (tag, number) = (header.signature.root, header.op);
-        match Type::of(header.message).ok_or_else(|| wrong("a message frame of unknown type"))? {
+        let what = Type::of(header.message).ok_or_else(|| wrong("a message frame of unknown type"))?;
+        if !matches!(what, Type::Eager | Type::Data) && header.len > 0 {
+            return Err(wrong("a message frame with a payload, of a type that has none"));
+        }
+        match what {
             Type::Eager => {
                 let len = header.len as usize;
                 if len > EAGER || header.signature.kind & WHOLE != 0 {

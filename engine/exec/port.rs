@@ -26,7 +26,7 @@ pub(crate) struct FrameSource {
     /// Which step, and which of its receivers.
     pub(crate) step: u32,
     pub(crate) receiver: u32,
-    /// Whether the receiver copies the payload, and does not combine it with other operands.
+    /// Whether the receiver is expected to copy the payload, and not to combine it with other operands.
     pub(crate) is_copied: bool,
     /// What is sent is free up to here: an element of the step's chunk, or a byte of the message or of the lent chunk.
     pub(crate) end: usize,
@@ -234,9 +234,12 @@ impl Port {
         Ok(any)
     }
 
-    /// Whether every posted frame has left this process's own memory.
+    /// Whether every posted frame has left this process's own memory, and peers know what this rank has released.
     pub(crate) fn is_flushed(&mut self) -> bool {
-        self.dead || self.peers.iter_mut().all(|p| p.tx.as_mut().is_none_or(|tx| tx.is_flushed()))
+        let is_flushed = |p: &mut Peer| {
+            p.tx.as_mut().is_none_or(|tx| tx.is_flushed()) && p.rx.as_mut().is_none_or(|rx| rx.is_flushed())
+        };
+        self.dead || self.peers.iter_mut().all(is_flushed)
     }
 
     /// A frame that came and was not asked for: its sender called something that we did not. Looks at all peers, also
@@ -345,9 +348,15 @@ impl Port {
         self.peers.iter_mut().for_each(|p| p.rx = None);
     }
 
-    /// Every peer has stopped reading: all that was lent is free.
+    /// Every peer has stopped reading: all that was lent to them is free. What a device of this rank may still read is not.
     pub(crate) fn take_all_back(&mut self) {
         for p in &mut self.peers {
+            if p.lent.iter().any(|lent| lent.slot.is_some())
+                && let Some(lease) = p.lease().filter(|lease| !lease.is_of_peers())
+            {
+                let slots = p.lent.drain(..).filter_map(|lent| lent.slot).map(Slot::downgrade).collect();
+                keep_and_look(What::Slots(slots), vec![lease]);
+            }
             (p.tx, p.posted) = (None, 0);
             p.lent.clear();
             if let Some(lease) = p.lease.take() {

@@ -73,7 +73,9 @@ impl Prospect {
         let port =
             self.port.as_ref().ok_or_else(|| Error::system("open a port for RDMA", "there is none"))?;
         let card = Card::open(read::library()?, port, &verbs::said()?, self.region.clone())?;
-        Ok(self.card.get_or_init(|| Arc::new(card)).clone())
+        let card = self.card.get_or_init(|| Arc::new(card));
+        card.pin();
+        Ok(card.clone())
     }
 
     /// The prospect of a rank that says `end`, and whose port cannot be opened.

@@ -74,9 +74,17 @@ impl Lease {
             }
     }
 
-    /// Ends the lease: the peer has said in another way that it is over. From here on the ring is not read: its memory may serve another ring.
+    /// Whether it is a lease of what a peer was lent, and not of what a link or a device of this rank may touch.
+    pub(crate) fn is_of_peers(&self) -> bool {
+        matches!(self.until, Until::Released { .. })
+    }
+
+    /// Ends a lease of what a peer was lent: the peer has said in another way that it is over. From here on the ring is not read: its memory may serve
+    /// another ring.
     pub(crate) fn end(&self) {
-        self.over.store(true, Ordering::Release);
+        if self.is_of_peers() {
+            self.over.store(true, Ordering::Release);
+        }
     }
 
     /// Whether it is a lease of the memory of the rank with this region.

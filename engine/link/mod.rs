@@ -210,8 +210,8 @@ pub(crate) trait LinkTx: Send {
     /// released or [`LinkTx::revoke`] has returned `true`, unless this returns [`Posted::Copied`].
     unsafe fn post(&mut self, header: Header, payload: *const u8) -> Result<Posted, Error>;
 
-    /// As [`LinkTx::post`], for a payload that the receiver copies, and does not combine with other operands. A link whose receiver can fetch the
-    /// payload by itself may leave it where it is.
+    /// As [`LinkTx::post`], for a payload that the receiver is expected to copy, and not to combine with other operands. A link whose receiver
+    /// can fetch the payload by itself may leave it where it is.
     ///
     /// # Safety
     /// As there.
@@ -271,8 +271,8 @@ pub(crate) trait LinkTx: Send {
     /// any more; `false`: ask again.
     fn revoke(&mut self) -> bool;
 
-    /// Whether this memory, if it is lent, is a user's that a peer in another process touches in place. Nothing can stop such a peer, but
-    /// it says when it has hung up.
+    /// Whether this memory, if it is lent, is a user's that a peer in another process, or this rank's network card, touches in place. Nothing can
+    /// stop such a peer, but it says when it has hung up; of a card the [lease](LinkTx::lease) tells when it is done.
     fn touches(&self, _at: *const u8, _len: usize) -> bool {
         false
     }
@@ -334,6 +334,11 @@ pub(crate) trait LinkRx: Send {
 
     /// Ends reading for good: this end uses nothing of the link any more, and the sender has all its memory back.
     fn hang_up(&mut self) {}
+
+    /// Whether the sender has got all that this end tells it by itself, such as that frames are released.
+    fn is_flushed(&mut self) -> bool {
+        true
+    }
 
     /// Stops for good what the link writes by itself; the link is dead afterwards. `true` once nothing is written any more to the memory
     /// that [`LinkRx::receive_into`] was given; `false`: ask again. ([`LinkTx::revoke`] does the same for memory that a peer reads.)

@@ -30,6 +30,7 @@ pub use self::predict::predict;
 
 use self::net::{Clock, Net, SimOpener};
 use crate::error::Error;
+use crate::exec::lends::MAX_LENDERS;
 use crate::exec::{self, NextPart, Operation, Part, PartList, Parts, Port, Reduction, Timed, Work};
 use crate::link::SLOT;
 use crate::link::region::Region;
@@ -222,7 +223,9 @@ pub fn simulate(
     };
     let programs = (0..n).map(program).collect::<Result<Vec<_>, _>>()?;
     let slice = slice(&programs, bytes, network.slice).map_err(invalid)?;
-    let loans = network.loans.filter(|_| programs.iter().any(|program| program.lending.is_some()));
+    let loans = network
+        .loans
+        .filter(|_| n <= MAX_LENDERS && programs.iter().any(|program| program.lending.is_some()));
     if loans.is_some_and(|loans| loans.in_slots) {
         // A loan for each piece of each chunk, from every rank to every other.
         let pieces = bytes.div_ceil(n).div_ceil(SLOT).saturating_mul(n * (n - 1));

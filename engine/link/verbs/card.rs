@@ -81,7 +81,7 @@ impl Card {
             what: "RDMA".into(),
             problem: format!("{} port {} cannot be used: {problem}", port.device, port.port),
         };
-        survive_forks(verbs).map_err(failed)?;
+        let leaves_forks = survive_forks(verbs).map_err(failed)?;
         if port.gid > u8::MAX.into() {
             return Err(failed(format!(
                 "its GID has index {}, above 255; name another one by ALLSTREAM_RDMA_GID",
@@ -98,9 +98,7 @@ impl Card {
         };
         let (domain, events, limits, attributes, gid) = open().map_err(|error| failed(error.to_string()))?;
         let most_requests = most_requests(&limits, attributes.max_msg_sz).map_err(failed)?;
-        let blocks = Arc::new(Blocks::new(&domain));
-        let pins: Weak<Blocks> = Arc::downgrade(&blocks);
-        region.pin_by(pins);
+        let blocks = Arc::new(Blocks::new(&domain, leaves_forks));
         Ok(Card {
             domain,
             events: Arc::new(events),
@@ -190,6 +188,13 @@ impl Card {
         self.blocks.part(&self.region, at, bytes)
     }
 
+    /// From here on the region tells this card of each buffer from `Comm::alloc` that is given back. To be called once for the card that a rank uses,
+    /// before its first link.
+    pub(crate) fn pin(&self) {
+        let pins: Weak<Blocks> = Arc::downgrade(&self.blocks);
+        self.region.pin_by(pins);
+    }
+
     /// How many READs the device carries out at once.
     pub(super) fn reads(&self) -> Reads {
         self.reads
@@ -233,6 +238,8 @@ pub(super) struct Reads {
 }
 
 impl Reads {
+    pub(super) const NONE: Reads = Reads { answered: 0, asked: 0 };
+
     fn of(limits: &IbvDeviceAttr) -> Reads {
         let most = |limit: i32| limit.clamp(0, MOST_SLOTS as i32) as u8;
         let has_windows = limits.device_cap_flags & DeviceCap::MEM_WINDOW_TYPE_2B.0 != 0;
@@ -287,7 +294,7 @@ fn requests(slots: u32, max_message: u32) -> u32 {
 /// How many requests a queue may have; an error if a frame needs more.
 fn most_requests(limits: &IbvDeviceAttr, max_message: u32) -> Result<u32, String> {
     let most = u32::try_from(limits.max_qp_wr).unwrap_or(0);
-    let needed = requests(1, max_message);
+    let needed = requests(1, max_message).max(super::rx::REQUESTS);
     if most < needed {
         return Err(format!(
             "a queue pair takes {most} requests of {max_message} bytes at most, and a frame of {LARGEST} bytes needs {needed} of them"
@@ -299,15 +306,17 @@ fn most_requests(limits: &IbvDeviceAttr, max_message: u32) -> Result<u32, String
     Ok(most)
 }
 
-/// On a kernel before 5.12, has libibverbs keep registered memory out of forked children, as a fork would otherwise move that memory.
-fn survive_forks(verbs: &Verbs) -> Result<(), String> {
+/// On a kernel before 5.12, has libibverbs keep registered memory out of forked children, as a fork would otherwise move that memory. Returns whether
+/// forked children have their copies of it.
+fn survive_forks(verbs: &Verbs) -> Result<bool, String> {
     let system = rustix::system::uname();
     let release = system.release().to_string_lossy();
     if version(&release).is_some_and(|version| version >= FORK_SAFE) {
-        return Ok(());
+        return Ok(true);
     }
     // SAFETY: the function takes no arguments and may be called at any time; it fails if that is too late.
-    unsafe { verbs.fork_init() }.map_err(|error| {
+    let kept_out = unsafe { verbs.fork_init() };
+    kept_out.map(|()| false).map_err(|error| {
         format!("kernel {release} moves registered memory when a process forks (5.12 does not), and {error}")
     })
 }

@@ -229,8 +229,8 @@ impl Registered {
             return false; // the registration is the parent's
         }
         let Some(handle) = self.handle.take() else { return false };
-        // SAFETY: `register` made the handle, which is given back only here. Its owner has made sure that no queue pair has a request left that
-        // names the memory (`QueuePair::destroy`), and that no window on it is bound (`Window::end`).
+        // SAFETY: `register` made the handle, which is given back only here. No queue pair has a request left that names the memory: of a link's memory
+        // its owner has made sure (`QueuePair::destroy`), and a user's buffer is given back only after its operations are over, or their leases.
         if let Err(error) = unsafe { self.domain.verbs.dereg_mr(handle.as_ptr()) } {
             // The device may still use the memory, so it stays mapped for good.
             tracing::error!("{} bytes stay registered with a network card: {error}", self.bytes);

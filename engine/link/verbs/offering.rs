@@ -79,12 +79,13 @@ impl Sending {
         Ok(Posted::Held)
     }
 
-    /// A window that is not bound. If the device makes none, nothing is offered any more.
+    /// A window that is not bound. Once the device has refused to make one, nothing more is offered.
     fn window(&mut self) -> Option<Window> {
-        let made = self.offering.as_mut()?.take(|| Window::new(self.card.domain()));
-        made.inspect_err(|error| {
-            tracing::debug!(peer = self.peer, %error, "payloads are written, as the network card makes no window");
-        })
-        .ok()
+        let window = self.offering.as_mut()?.take(|| Window::new(self.card.domain()))?;
+        window
+            .inspect_err(|error| {
+                tracing::debug!(peer = self.peer, %error, "payloads are written, as the network card makes no window");
+            })
+            .ok()
     }
 }

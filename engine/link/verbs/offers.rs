@@ -2,8 +2,8 @@
 //!
 //! The sender offers a frame if the payload lies in a registered buffer (`blocks.rs`) and the receiver only copies it. It binds a window to the payload,
 //! and writes to the frame's cell an [`Offer`]: the frame's header, the payload's address, and the window's key. Both ends count the frame as any
-//! large frame, with a slot: to that the receiver READs what it cannot READ to its place. When it has released the frame it says so at once, and then
-//! the sender invalidates the key. Only after that is the payload's memory free.
+//! large frame, with a slot: to that the receiver READs what it cannot READ to its place. When it has released the frame it says so,
+//! though not before READs to operations' memory that it has asked for are over, and then the sender invalidates the key. Only after that is the payload's memory free.
 
 use std::collections::VecDeque;
 
@@ -59,19 +59,26 @@ const _: () = assert!(Offer::BYTES <= CELL);
 pub(super) struct Offering {
     /// Windows that are not bound.
     free: Vec<Window>,
+    /// The device has refused to make a window.
+    is_refused: bool,
     /// The windows of offered frames, each at the frame's number modulo [`CELLS`].
     bound: [Option<Window>; CELLS as usize],
 }
 
 impl Offering {
-    /// A window that is not bound; `make` makes one if there is none.
-    pub(super) fn take<E>(&mut self, make: impl FnOnce() -> Result<Window, E>) -> Result<Window, E> {
+    /// A window that is not bound; `make` makes one if there is none. `None`: `make` has failed before.
+    pub(super) fn take<E>(&mut self, make: impl FnOnce() -> Result<Window, E>) -> Option<Result<Window, E>> {
         if let Some(window) = self.free.pop() {
-            return Ok(window);
+            return Some(Ok(window));
+        }
+        if self.is_refused {
+            return None;
         }
         // Room for all that there will ever be: nothing is allocated later.
         self.free.reserve(MOST_SLOTS as usize);
-        make()
+        let made = make();
+        self.is_refused = made.is_err();
+        Some(made)
     }
 
     /// A window that [`take`](Offering::take) gave is bound to the payload of a frame.

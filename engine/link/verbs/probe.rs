@@ -6,7 +6,7 @@ use std::sync::Arc;
 use allstream_sys::verbs::{Access, IbvSge, IbvWc, WcStatus};
 
 use super::broken::problem_of;
-use super::card::Card;
+use super::card::{Card, Reads};
 use super::domain::Registered;
 use super::first_packet;
 use super::hello::{Area, BYTES, Hello};
@@ -67,7 +67,9 @@ impl Probe {
         let bytes: &[u8; BYTES] =
             bytes.try_into().map_err(|_| format!("a hello of {} bytes, expected {BYTES}", bytes.len()))?;
         let other = Hello::decode(bytes)?;
-        self.pair.connect(&self.card, self.first_packet, &other, 0).map_err(|error| error.to_string())?;
+        self.pair
+            .connect(&self.card, self.first_packet, &other, Reads::NONE)
+            .map_err(|error| error.to_string())?;
         self.other = Some(other);
         Ok(())
     }

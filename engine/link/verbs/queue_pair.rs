@@ -11,7 +11,7 @@ use allstream_sys::verbs::{
 };
 use rustix::io::{Errno, ioctl_fionbio};
 
-use super::card::Card;
+use super::card::{Card, Reads};
 use super::choose::RdmaLayer;
 use super::credits::MOST_SLOTS;
 use super::domain::{Domain, is_not_yet};
@@ -179,19 +179,18 @@ impl QueuePair {
         ask(INLINE).or_else(|_| ask(0))
     }
 
-    /// Connects the queue pair to the other end's. Up to `reads` READs are under way at once, of this end or of the other.
+    /// Connects the queue pair to the other end's. This end makes up to `asked` READs at once, and the other end up to `answered`.
     pub(super) fn connect(
         &mut self,
         card: &Card,
         first_packet: u32,
         other: &Hello,
-        reads: u8,
+        Reads { asked, answered }: Reads,
     ) -> Result<(), Error> {
         // Some devices refuse 0.
-        let reads = reads.max(1);
         let connected = self
-            .make_ready_to_receive(card, other, reads)
-            .and_then(|()| self.make_ready_to_send(card, first_packet, reads));
+            .make_ready_to_receive(card, other, answered.max(1))
+            .and_then(|()| self.make_ready_to_send(card, first_packet, asked.max(1)));
         connected.map_err(|error| {
             Error::system(
                 format!("connect {} to {} by RDMA", card.place(), other.address()),
@@ -493,15 +492,17 @@ impl QueuePair {
         }
     }
 
-    /// Ends all traffic: posted requests complete with an error, and nothing more is accepted from the other end.
-    pub(super) fn fail(&mut self) {
+    /// Ends all traffic: posted requests complete with an error, and nothing more is accepted from the other end. `false`: the device has refused to.
+    pub(super) fn fail(&mut self) -> bool {
         if self.pair.is_null() {
-            return;
+            return true;
         }
         let mut attributes = IbvQpAttr { qp_state: QpState::ERR.0, ..IbvQpAttr::default() };
-        if let Err(error) = self.modify(&mut attributes, &[QpMask::STATE]) {
+        let failed = self.modify(&mut attributes, &[QpMask::STATE]);
+        if let Err(error) = &failed {
             tracing::debug!("a queue pair cannot be put to its error state: {error}");
         }
+        failed.is_ok()
     }
 
     /// Destroys the queue pair, and its completions with it. `true`: the device no longer touches memory that the pair's requests named, or that the other

@@ -63,36 +63,41 @@ impl Receiving {
     /// Has the payloads of all offered frames READ to their slots, as many at once as may be.
     pub(super) fn read_to_slots(&mut self) -> Result<(), Error> {
         let mut reads = Reads::default();
+        let mut added = Ok(());
         for frame in self.credits.unreleased() {
-            if self.credits.is_offered(frame) && self.offer(frame)?.stage == Stage::Idle {
-                self.read_to_slot(frame, &mut reads)?;
+            if added.is_ok() && self.credits.is_offered(frame) {
+                added = self.offer(frame).map(|taken| {
+                    if taken.stage == Stage::Idle {
+                        self.read_to_slot(frame, &taken, &mut reads);
+                    }
+                });
             }
         }
-        // SAFETY: the READs are of `read_to_slot`.
-        unsafe { self.post(reads) }
+        // What was added is counted as under way, so it is posted whatever the later frames are. SAFETY: all READs are of `read_to_slot`. A slot is
+        // registered for writes and as large as any payload. It is the frame's until the frame is released, which is after the completion, and the
+        // area stays until the queue pair is destroyed.
+        let posted = unsafe { self.post(reads) };
+        added.and(posted)
     }
 
-    /// Adds the READ of what is left of a frame to its slot. Returns whether there was room for it. The slot is registered for writes and large enough,
-    /// as no frame is larger. It is the frame's until the frame is released, which is after the completion, and the area stays until the queue pair is
-    /// destroyed.
-    fn read_to_slot(&mut self, frame: u64, reads: &mut Reads) -> Result<bool, Error> {
-        let taken = self.offer(frame)?;
-        let (Some(slot), Some(area)) = (self.slot(frame), self.area.memory()) else { return Ok(false) };
+    /// Adds the READ of what is left of a frame to its slot. Returns whether there was room for it.
+    fn read_to_slot(&mut self, frame: u64, taken: &Taken, reads: &mut Reads) -> bool {
+        let (Some(slot), Some(area)) = (self.slot(frame), self.area.memory()) else { return false };
         let at = slot.wrapping_add(taken.done).expose_provenance() as u64;
         let into = IbvSge { addr: at, length: taken.left() as u32, lkey: area.local_key() };
-        self.read(frame, To::Slot, into, reads)
+        self.read(frame, taken, (To::Slot, into), reads)
     }
 
     /// Adds the READ of a frame's next bytes to where `into` says. Returns whether there was room for it.
-    fn read(&mut self, frame: u64, to: To, into: IbvSge, reads: &mut Reads) -> Result<bool, Error> {
+    fn read(&mut self, frame: u64, taken: &Taken, (to, into): (To, IbvSge), reads: &mut Reads) -> bool {
         if self.is_broken || self.taking.under_way() >= usize::from(self.reads) {
-            return Ok(false);
+            return false;
         }
-        let Taken { offer, done, .. } = self.offer(frame)?;
+        let from = taken.offer.at + taken.done as u64;
         self.taking.reads(frame, to, into.length as usize);
-        reads.list[reads.count] = Read { id: READ, into, from: offer.at + done as u64, key: offer.key };
+        reads.list[reads.count] = Read { id: READ, into, from, key: taken.offer.key };
         reads.count += 1;
-        Ok(true)
+        true
     }
 
     /// Posts READs by one call.
@@ -154,7 +159,22 @@ impl Receiving {
     /// # Safety
     /// As for [`LinkRx::receive_into`](crate::link::LinkRx::receive_into).
     unsafe fn read_ahead(&mut self, (dst, max): (*mut u8, usize), unit: usize) -> Result<(), Error> {
-        let (mut at, mut room, mut before, mut reads) = (dst, max, None, Reads::default());
+        let mut reads = Reads::default();
+        let added = self.add_ahead((dst, max), unit, &mut reads);
+        // What was added is counted as under way, so it is posted whatever the later frames are. SAFETY: for slots as in `read_to_slots`. The other memory
+        // lies in a registered buffer, which its operation owns; the link may write there (the caller's promise) until a call has returned these
+        // bytes, or `revoke` has returned `true`, or what `writes_until` gave says so.
+        let posted = unsafe { self.post(reads) };
+        added.and(posted)
+    }
+
+    fn add_ahead(
+        &mut self,
+        (mut at, mut room): (*mut u8, usize),
+        unit: usize,
+        reads: &mut Reads,
+    ) -> Result<(), Error> {
+        let mut before = None;
         for frame in self.credits.unreleased() {
             if !self.credits.is_offered(frame) || room == 0 {
                 break;
@@ -164,38 +184,31 @@ impl Receiving {
                 break;
             }
             let bytes = taken.left().min(room) / unit.max(1) * unit.max(1);
-            match taken.stage {
-                Stage::Idle if bytes > 0 => {
-                    let into = self.card.block(at, bytes).map(|part| IbvSge {
-                        addr: at.expose_provenance() as u64,
-                        length: bytes as u32,
-                        lkey: part.key,
-                    });
-                    let has_room = match into {
-                        Some(into) => self.read(frame, To::Place(into.addr), into, &mut reads)?,
-                        None => self.read_to_slot(frame, &mut reads)?,
-                    };
-                    if !has_room {
-                        break;
-                    }
+            if taken.stage == Stage::Idle && bytes > 0 {
+                let into = self.card.block(at, bytes).map(|part| IbvSge {
+                    addr: at.expose_provenance() as u64,
+                    length: bytes as u32,
+                    lkey: part.key,
+                });
+                let has_room = match into {
+                    Some(into) => self.read(frame, &taken, (To::Place(into.addr), into), reads),
+                    None => self.read_to_slot(frame, &taken, reads),
+                };
+                if !has_room {
+                    break;
                 }
-                Stage::Reading(To::Place(_), _) | Stage::Here(To::Place(_), _) => {}
-                // What is in a slot, or on its way there, is copied by a later call, which then goes on with the next frames.
-                _ => break,
             }
             if bytes < taken.left() {
                 break; // the next frame's payload belongs behind all of this one's
             }
             (at, room, before) = (at.wrapping_add(bytes), room - bytes, Some(taken));
         }
-        // SAFETY: the memory is a slot (`read_to_slot`), or lies in a registered buffer, which its operation owns; the link may write there (the caller's
-        // promise) until a call has returned these bytes, or `revoke` has returned `true`, or what `writes_until` gave says so.
-        unsafe { self.post(reads) }
+        Ok(())
     }
 
     /// So many bytes of the oldest frame, an offered one, are released.
     pub(super) fn release_offered(&mut self, bytes: usize) {
-        if self.taking.release(self.credits.unreleased().start, bytes) {
+        if bytes > 0 && self.taking.release(self.credits.unreleased().start, bytes) {
             self.release();
         }
     }
@@ -203,9 +216,9 @@ impl Receiving {
     /// Stops what the device writes to operations' memory. Returns whether it writes no more.
     pub(super) fn revoke(&mut self) -> bool {
         if self.taking.writes() {
-            self.pair.fail();
+            self.is_lost |= !self.pair.fail();
             let _ = self.look();
-            // A device that has failed completes nothing more; nor does what it has not taken.
+            // A device that has failed completes nothing more, and never what it has not taken.
             let is_lost = self.is_lost || self.pair.problem().is_some();
             if self.taking.writes() && is_lost && self.pair.destroy() {
                 self.taking.end();

@@ -7,7 +7,7 @@ use allstream_sys::verbs::{Access, IbvWc, VerbsError, WcStatus};
 use parking_lot::Mutex;
 
 use super::broken::{BATCH, problem_of, received, report};
-use super::card::{Card, ReceiveArea};
+use super::card::{Card, Reads, ReceiveArea};
 use super::credits::{Came, MOST_SLOTS, Note, Receiver};
 use super::hello::{Area, BYTES, Hello, Talk};
 use super::layout::{PIECE_BYTES, cut, offset};
@@ -23,6 +23,8 @@ use crate::types::Rank;
 
 /// How many notes to the sender may be posted that the device has not sent yet.
 const NOTES: u32 = 2 * super::RECEIVES as u32;
+/// How many requests a receiver's queue has to take: notes and READs.
+pub(super) const REQUESTS: u32 = NOTES + MOST_SLOTS;
 /// The id of a READ, which its completion carries. Notes have id 0.
 pub(super) const READ: u64 = 1;
 
@@ -48,6 +50,8 @@ pub(super) struct VerbsRx {
     head: Option<Frame>,
     /// A frame was offered: the sender uses buffers from `Comm::alloc`.
     has_offers: bool,
+    /// An error that the next `peek` is to return.
+    failed: Option<Error>,
     hung_up: bool,
     broke: Option<Break>,
 }
@@ -66,6 +70,7 @@ impl VerbsRx {
             state: State::Awaited(site.accept()),
             head: None,
             has_offers: false,
+            failed: None,
             hung_up: false,
             broke: None,
         })
@@ -122,6 +127,9 @@ impl LinkRx for VerbsRx {
         if self.hung_up {
             return Ok(None);
         }
+        if let Some(error) = self.failed.take() {
+            return Err(error);
+        }
         if self.head.is_some() {
             return Ok(self.head);
         }
@@ -136,12 +144,11 @@ impl LinkRx for VerbsRx {
             return Ok(self.head);
         };
         self.has_offers = true;
-        let frame = receiving.frame_of(&taken);
-        if frame.ready < useful.min(taken.left()) {
+        if useful > 0 {
             receiving.read_to_slots()?;
-            return Ok(None);
         }
-        Ok(Some(frame))
+        let frame = receiving.frame_of(&taken);
+        Ok((frame.ready >= useful.min(taken.left())).then_some(frame))
     }
 
     fn release(&mut self, bytes: usize) {
@@ -158,14 +165,26 @@ impl LinkRx for VerbsRx {
     }
 
     fn is_byte_stream(&mut self) -> bool {
+        if !self.has_offers || self.head.is_some() {
+            return false;
+        }
+        // An offer that has just come is to be found here: otherwise `peek` would have it READ to a slot.
+        if let Err(error) = self.peek(0) {
+            self.failed = Some(error);
+        }
         let State::Open(receiving) = &self.state else { return false };
-        self.has_offers && self.head.is_none() && receiving.lock().oldest_is_offered()
+        self.failed.is_none() && receiving.lock().oldest_is_offered()
     }
 
     unsafe fn receive_into(&mut self, dst: *mut u8, max: usize, unit: usize) -> Result<usize, Error> {
         let State::Open(receiving) = &self.state else { return Ok(0) };
         // SAFETY: the caller's promise.
         unsafe { receiving.lock().receive_into(dst, max, unit) }
+    }
+
+    fn is_flushed(&mut self) -> bool {
+        let State::Open(receiving) = &self.state else { return true };
+        receiving.lock().is_flushed()
     }
 
     fn revoke(&mut self) -> bool {
@@ -226,11 +245,7 @@ impl Receiving {
             return Err(Error::protocol(peer, "it sends by RDMA, and names an area to receive in"));
         }
         let first_packet = first_packet()?;
-        let room = Room {
-            send: NOTES + MOST_SLOTS,
-            receive: super::RECEIVES as u32,
-            other_may: Access::REMOTE_WRITE,
-        };
+        let room = Room { send: REQUESTS, receive: super::RECEIVES as u32, other_may: Access::REMOTE_WRITE };
         let mut pair = QueuePair::new(card, room)?;
         let area = card.area(other.slots)?;
         // A narrow link takes no offers, as what cannot be READ to its place is READ to a slot; nor does a link on which a READ is more than a message.
@@ -239,7 +254,7 @@ impl Receiving {
         let reads = if can_read { other.reads.min(card.reads().asked) } else { 0 };
         // Receive requests are posted before the sender knows of the queue pair, so that none of its messages comes too early.
         super::fill(&mut pair, card)?;
-        pair.connect(card, first_packet, &other, reads)?;
+        pair.connect(card, first_packet, &other, Reads { asked: reads, ..Reads::NONE })?;
         Ok(Receiving {
             peer,
             pair,
@@ -275,7 +290,8 @@ impl Receiving {
             match self.pair.completions(|| super::is_wanted(&self.card), &mut told) {
                 Ok(Some(count)) => {
                     let told = &told[..count];
-                    told.iter().try_for_each(|completion| self.take(completion))?;
+                    // As in `Sending::look`: what is wrong with one completion keeps no other from being taken.
+                    told.iter().map(|completion| self.take(completion)).fold(Ok(()), Result::and)?;
                     if let Err(error) = self.pair.post_receives(received(told)) {
                         return self.lose(&error);
                     }
@@ -382,8 +398,8 @@ impl Receiving {
     fn tell(&mut self) {
         while self.notes < NOTES && !self.is_broken {
             let copied = self.large.as_mut().and_then(Assembly::tell).map(Note::Copied);
-            // While READs are under way the sender's operation is not over, so the note for released offers may wait for them.
-            let is_awaited = self.credits.is_awaited() && self.taking.under_way() == 0;
+            // While READs to an operation's memory are under way the note may wait: the operation comes back for them, and the sender's is not over.
+            let is_awaited = self.credits.is_awaited() && !self.taking.writes();
             let released =
                 || (self.credits.owes() || is_awaited).then(|| Note::Released(self.credits.tell()));
             let Some(note) = copied.or_else(released) else { return };
@@ -392,6 +408,16 @@ impl Receiving {
                 Err(error) => self.break_off(error.to_string()),
             }
         }
+    }
+
+    /// Whether the sender has got all that its operations wait for: notes of offered frames. On a link without offers nothing is looked at, as on a
+    /// narrow link that would take pieces that nobody reads.
+    fn is_flushed(&mut self) -> bool {
+        if self.reads == 0 {
+            return true;
+        }
+        let _ = self.look();
+        self.notes == 0 || self.is_broken
     }
 
     /// Returns, once, that the link broke. Also asks whether the device has reported a failure, after which completions may never come.

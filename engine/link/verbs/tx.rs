@@ -7,7 +7,7 @@ use allstream_sys::verbs::{Access, IbvSge, IbvWc, VerbsError, WcStatus};
 use parking_lot::Mutex;
 
 use super::broken::{BATCH, problem_of, received, report};
-use super::card::Card;
+use super::card::{Card, Reads};
 use super::credits::{COUNT, Note, PART, Place, Sender};
 use super::domain::Registered;
 use super::hello::{Area, Hello, Talk};
@@ -112,19 +112,15 @@ impl LinkTx for VerbsTx {
     }
 
     unsafe fn post(&mut self, header: Header, payload: *const u8) -> Result<Posted, Error> {
-        match &self.state {
-            // SAFETY: the caller's promise.
-            State::Open(sending) => unsafe { sending.lock().post(header, payload) },
-            _ => Err(no_room()),
-        }
+        let State::Open(sending) = &self.state else { return Err(no_room()) };
+        // SAFETY: the caller's promise.
+        unsafe { sending.lock().post(header, payload) }
     }
 
     unsafe fn post_to_copy(&mut self, header: Header, payload: *const u8) -> Result<Posted, Error> {
-        match &self.state {
-            // SAFETY: the caller's promise.
-            State::Open(sending) => unsafe { sending.lock().post_to_copy(header, payload) },
-            _ => Err(no_room()),
-        }
+        let State::Open(sending) = &self.state else { return Err(no_room()) };
+        // SAFETY: the caller's promise.
+        unsafe { sending.lock().post_to_copy(header, payload) }
     }
 
     fn touches(&self, at: *const u8, len: usize) -> bool {
@@ -147,8 +143,8 @@ impl LinkTx for VerbsTx {
             State::Open(sending) => sending.lock().revoke(),
             _ => self.state = State::Dead,
         }
-        // Of operations' memory the device reads buffers from `Comm::alloc` alone, and those it `touches`. They, and slots, come back one by one
-        // as the device is done with them.
+        // Of operations' memory the device reads only buffers from `Comm::alloc`, of which `touches` tells. They, and slots, come back one by one as
+        // the device is done with them.
         true
     }
 
@@ -191,7 +187,7 @@ pub(super) struct Sending {
     most_slots: u32,
     /// The count of the pieces that large frames are sent in. `None`: the link is not narrow (`pieces.rs`), and they go whole.
     pieces: Option<PiecesSent>,
-    /// What is offered to the receiver. `None`: it takes no offers, or the device refused one.
+    /// What is offered to the receiver. `None`: it takes no offers.
     pub(super) offering: Option<Offering>,
     /// The large frame of which pieces are still to be posted.
     large: Option<Large>,
@@ -276,7 +272,7 @@ impl Sending {
         if other.slots == 0 {
             // The link is narrow: one large frame goes at a time, in pieces, for which the queue always has room.
             (self.credits, self.pieces) = (Sender::new(1), Some(PiecesSent::default()));
-            return self.pair.connect(&self.card, self.first_packet, &other, 0);
+            return self.pair.connect(&self.card, self.first_packet, &other, Reads::NONE);
         }
         self.offering = (other.reads > 0).then(Offering::default);
         // The queue was made for messages as large as this rank's port takes. If the peer's port takes only smaller ones, a frame is more
@@ -288,7 +284,8 @@ impl Sending {
             Error::system(format!("send to rank {} by RDMA", self.peer), problem)
         })?;
         self.credits = Sender::new(other.slots.min(slots));
-        self.pair.connect(&self.card, self.first_packet, &other, other.reads)
+        let reads = Reads { answered: other.reads, ..Reads::NONE };
+        self.pair.connect(&self.card, self.first_packet, &other, reads)
     }
 
     /// Takes all completions that have come. If the progress thread is about to sleep, asks the device to wake it at the next one.

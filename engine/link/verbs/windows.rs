@@ -35,7 +35,7 @@ impl Window {
 
     /// The window, for the request that binds it next, and the key that the window has from then on.
     pub(super) fn next_binding(&mut self) -> (*mut IbvMw, u32) {
-        self.key = self.key & !COUNTED | (self.key + 1) & COUNTED;
+        self.key = self.key & !COUNTED | self.key.wrapping_add(1) & COUNTED;
         (self.handle.map_or(std::ptr::null_mut(), NonNull::as_ptr), self.key)
     }
 
@@ -58,7 +58,8 @@ impl Window {
             return false; // the window is the parent's
         }
         let Some(handle) = self.handle.take() else { return true };
-        // SAFETY: `new` made the window, which is given back only here. Requests that name it were flushed, or are behind an error of their queue pair.
+        // SAFETY: `new` made the window, which is given back only here. A window that is not bound is named by no request; if it is bound, no further
+        // request will name it, and the library allows to free it.
         match unsafe { self.domain.verbs.dealloc_mw(handle.as_ptr()) } {
             Ok(()) => true,
             Err(error) => {

@@ -7,7 +7,7 @@ use crate::exec::port::{FrameSource, Payload, Port};
 use crate::link::Header;
 use crate::plan::compile::Holds;
 use crate::plan::{INPUT, Operand};
-use crate::types::Rank;
+use crate::types::{Kind, Rank};
 
 /// A partly received frame is worth working on from this many bytes.
 const USEFUL: usize = 32 << 10;
@@ -342,9 +342,12 @@ impl<B: Backend> PlanRun<B> {
         };
         let end = at + m;
         let (operation, step, receiver) = (t.c.op.number, i as u32, t.receiver(k));
-        // What combines no values is copied, and so is a result that stays as it is.
-        let moves = || t.c.op.signature.collective().is_some_and(|kind| !kind.reduces());
-        let is_copied = header.len as usize > Port::INLINE && (program.nodes[i].is_final || moves());
+        // What combines no values is copied, and so is a final result, except in a scan, where the next rank adds to it.
+        let is_copied = header.len as usize > Port::INLINE
+            && t.c.op.signature.collective().is_some_and(|kind| match kind {
+                Kind::Scan | Kind::ExScan => false,
+                kind => !kind.reduces() || program.nodes[i].is_final,
+            });
         let source = FrameSource { operation, step, receiver, is_copied, end };
         let free = port.post(peer, header, payload, source)?;
         self.touched += m * state.unit;
