@@ -6,8 +6,10 @@ use std::path::{Path, PathBuf};
 
 /// Files with these endings are read.
 const TEXT: [&str; 11] = ["rs", "toml", "md", "py", "sh", "cu", "cuh", "yml", "yaml", "json", "run"];
-/// Directories that are not read: they are not part of the repository.
-const FOREIGN: [&str; 5] = ["target", "shared", "artifacts", "corpus", "node_modules"];
+/// Directories of these names are not read, wherever they are: builds, and inputs that were found by fuzzing.
+const FOREIGN: [&str; 4] = ["target", "artifacts", "corpus", "node_modules"];
+/// This directory of the root is not part of the repository.
+const SHARED: &str = "shared";
 /// Hidden directories that are read. All other hidden directories are left out.
 const HIDDEN: [&str; 2] = [".ci", ".cargo"];
 
@@ -31,14 +33,21 @@ fn collect(root: &Path, at: &Path, files: &mut Vec<SourceFile>, unread: &mut Vec
         Ok(entries) => entries,
         Err(error) => return unread.push(format!("{}: {error}", at.display())),
     };
-    for entry in entries.flatten() {
+    for entry in entries {
+        // The type of the entry itself: symbolic links are not followed.
+        let (entry, kind) = match entry.and_then(|entry| entry.file_type().map(|kind| (entry, kind))) {
+            Ok(both) => both,
+            Err(error) => {
+                unread.push(format!("{}: {error}", at.display()));
+                continue;
+            }
+        };
         let path: PathBuf = entry.path();
         let name = entry.file_name().to_string_lossy().into_owned();
-        // The type of the entry itself: symbolic links are not followed.
-        let Ok(kind) = entry.file_type() else { continue };
         if kind.is_dir() {
             let hidden = name.starts_with('.') && !HIDDEN.contains(&name.as_str());
-            if !hidden && !FOREIGN.contains(&name.as_str()) {
+            let foreign = FOREIGN.contains(&name.as_str()) || at == root && name == SHARED;
+            if !hidden && !foreign {
                 collect(root, &path, files, unread);
             }
         } else if kind.is_file() && TEXT.contains(&name.rsplit('.').next().unwrap_or_default()) {

@@ -56,9 +56,13 @@ impl HostStream {
             if let Some(_inside) = keeper::inside() {
                 Python::try_attach(|py| {
                     let Some((function, args)) = run.take() else { return };
-                    if let Err(error) = function.call1(py, args.into_bound(py)) {
-                        raised.lock().get_or_insert(error);
-                    }
+                    let Err(error) = function.call1(py, args.into_bound(py)) else { return };
+                    // An exception that comes later than the first is dropped without the lock: that may run Python code.
+                    let later = match &mut *raised.lock() {
+                        Some(_) => Some(error),
+                        none => none.replace(error),
+                    };
+                    drop(later);
                 });
             }
             // Still here only if the interpreter has ended: then Python objects cannot be dropped.

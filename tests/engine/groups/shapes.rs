@@ -164,6 +164,8 @@ fn backends_say_what_is_there_and_why_not() {
             Backend::Link(_) => assert_eq!(status.available, Ok(())),
             // Available with a GPU, or with the driver for tests, which lies where cargo lets libraries be found.
             Backend::Cuda if status.available.is_ok() => {}
+            // Available with NCCL, which needs no GPU to be found.
+            Backend::Nccl if status.available.is_ok() => {}
             // Available with an RDMA network card.
             Backend::Rdma if status.available.is_ok() => {}
             _ => {
