@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 /// Files with these endings are read.
 const TEXT: [&str; 11] = ["rs", "toml", "md", "py", "sh", "cu", "cuh", "yml", "yaml", "json", "run"];
-/// Directories that are not read: they are not part of the repository.
+/// Directories of these names are not read, wherever they lie. (Among them are `examples/shared` and `fuzz/corpus`.)
 const FOREIGN: [&str; 5] = ["target", "shared", "artifacts", "corpus", "node_modules"];
 /// Hidden directories that are read. All other hidden directories are left out.
 const HIDDEN: [&str; 2] = [".ci", ".cargo"];
