@@ -33,8 +33,8 @@ pub struct Signature {
     pub algo: u8,
     /// The root's rank (0 where there is none); the tag of a message.
     pub root: u32,
-    /// Elements per rank, as the collective counts them. With a count for each rank: the sum of the counts; but in a call in which
-    /// a rank knows only its own counts, 0, and in such a call's frames the length of the frame's message.
+    /// Elements per rank, as the collective counts them. With a count for each rank: the sum of the counts. In a call in which a rank
+    /// knows only its own counts: 0, and in the frames of such a call, the length of the frame's message.
     pub count: u64,
     /// How many earlier communicators of the same members used this communicator's links: 0 for new links.
     pub generation: u32,

@@ -64,7 +64,7 @@ impl Host {
 /// first load of a module does all the work.
 const MODULES: [(Module, &str); 2] = [(Module::I8, "combinen_i8_max"), (Module::I16, "combinen_i16_max")];
 
-/// The calls that allstream makes to the driver, apart from those that put work on its streams.
+/// The calls that are tried: some that allstream makes to the driver, without those that put work on its own streams.
 const CALLS: [(&str, Prepare); 15] = [
     ("cuMemAlloc", |gpu, _, _| call(move || gpu.memory(MEMORY))),
     ("cuMemFree", |gpu, _, _| {

@@ -1,5 +1,5 @@
 //! A cgroup (version 2) for the ranks of a job, below the launcher's own: whatever a rank starts is in it, also what leaves the rank's session
-//! and takes the job's mark out of its environment. Only some users may make one: root, in a container whose cgroups are not read-only,
+//! and takes the job's mark out of its environment. Only some users may make one: root (in a container, if its cgroups are not read-only),
 //! and users to whom their systemd has delegated theirs. Everywhere else sessions and marks are what there is (`processes.rs`).
 //!
 //! The launcher's own cgroup keeps its limits, which hold for the ranks as well: no controller is enabled for the new one.
@@ -14,9 +14,9 @@ use rustix::process::{Pid, Signal};
 
 /// The file with the numbers of a cgroup's processes. A process whose number is written to it moves there, with 0 the writer itself.
 const PROCESSES: &str = "cgroup.procs";
-/// How often processes are looked for again that a process started while others were killed.
+/// How many times to look for processes again: one may have been started while others were killed.
 const ROUNDS: usize = 20;
-/// How long a cgroup is waited for whose processes have just been killed.
+/// How long to try to remove a cgroup whose processes have just been killed.
 const PATIENCE: Duration = Duration::from_secs(1);
 
 /// A job's cgroup. It stays when this is dropped.

@@ -30,7 +30,8 @@ pub(crate) struct Hosts {
     pub(crate) remote: Vec<OsString>,
     /// The directory in which the ranks start.
     pub(crate) dir: PathBuf,
-    /// The address at which all ranks reach rank 0. `None`: the first host's name, or 127.0.0.1 if all ranks are on this host.
+    /// The address at which all ranks reach rank 0. `None`: 127.0.0.1 if all ranks are on this host; else the first host's name, without the
+    /// user, or this host's own name if the first host is given as `localhost` or a loopback address.
     pub(crate) address: Option<String>,
     /// Rank 0's port; 0: any free one.
     pub(crate) port: u16,

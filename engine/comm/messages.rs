@@ -181,7 +181,8 @@ impl Call<'_> {
         self.post(self.letter(envelope, content))
     }
 
-    /// Submits a send and a receive, or neither if one of them is refused. (If another thread takes a place in the queue meanwhile, one alone may be.)
+    /// Submits a send and a receive, or neither if one of them is refused. (If another thread takes a place in the queue meanwhile, it can
+    /// happen that only one of them is submitted.)
     fn exchange(&self, send: Content, to: Rank, recv: Content, from: Rank) -> (Submitted, Submitted) {
         let tag = self.tag;
         let refusal = match (self.is_self(to), self.is_self(from)) {

@@ -140,7 +140,7 @@ impl<T: Element> Drop for DeviceBuf<T> {
             return;
         }
         let context = &self.memory.context;
-        // A graph that its stream is captured into may use the memory each time it is launched, and nobody tells when for the last time.
+        // A graph that its stream is captured into may use the memory each time it is launched, and nothing tells which launch is the last.
         if self.stream.is_captured().unwrap_or(false) {
             self.memory.last.lock().lost = true;
             return self.fate.hold(self.memory.clone());
@@ -194,7 +194,8 @@ impl<T: Element> DeviceBuf<T> {
     /// `len` elements of zero, on a stream.
     ///
     /// # Errors
-    /// [`Error::Cuda`]: there is no such memory, or the driver refuses to fill it. [`Error::Invalid`]: the stream is being captured into a graph.
+    /// [`Error::Cuda`]: there is no such memory, or the driver refuses to fill it. [`Error::Invalid`]: the stream is being captured into a
+    /// graph, or `len` elements are more bytes than a buffer can have.
     pub fn zeroed(stream: &DeviceStream, len: usize) -> Result<DeviceBuf<T>, Error> {
         stream.refuse_capture(
             "DeviceBuf::zeroed",
@@ -234,7 +235,8 @@ impl<T: Element> DeviceBuf<T> {
     /// Copies a host buffer of the same length into this one, on its stream.
     ///
     /// # Errors
-    /// [`Failed`] with both: [`Error::Invalid`], the lengths differ; [`Error::Cuda`].
+    /// [`Failed`] with both: [`Error::Invalid`], the lengths differ, the host buffer cannot be used as it is, or the stream is being
+    /// captured into a graph; [`Error::Cuda`].
     pub fn copy_from_host<H: HostMemory<Elem = T>>(self, host: H) -> Transfer<(H, DeviceBuf<T>)> {
         if let Some(error) = self.differs("copy_from_host", &host) {
             return Transfer::ended(Err(Failed { buf: Some((host, self)), error }));
@@ -250,9 +252,9 @@ impl<T: Element> DeviceBuf<T> {
     /// Copies this buffer into a host buffer of the same length, on its stream.
     ///
     /// # Errors
-    /// [`Failed`] with both: [`Error::Invalid`], the lengths differ, or a value that is to be a `bool` is neither 0 nor 1 (on the
-    /// host it is `false` then); [`Error::Cuda`]; the cause for which a collective has failed, if this buffer's contents come from
-    /// it.
+    /// [`Failed`] with both: [`Error::Invalid`], as for [`copy_from_host`](Self::copy_from_host), or a value that is to be a `bool` is
+    /// neither 0 nor 1 (on the host it is `false` then); [`Error::Cuda`]; the cause for which a collective has failed, if this
+    /// buffer's contents come from it.
     pub fn to_host<H: HostMemory<Elem = T>>(self, mut host: H) -> Transfer<(DeviceBuf<T>, H)> {
         if let Some(error) = self.differs("to_host", &host) {
             return Transfer::ended(Err(Failed { buf: Some((self, host)), error }));

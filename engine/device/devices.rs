@@ -10,8 +10,8 @@ use crate::error::Error;
 
 /// A CUDA device of this process, by its primary context: the one that the CUDA runtime and other libraries share.
 ///
-/// Handles are cheap to clone, and all handles of a device share one pool of memory. The context is released when the last
-/// handle is gone, and everything on the device: streams, events, buffers.
+/// Handles are cheap to clone, and all handles of a device share one pool of memory. The context is released once the last
+/// handle is gone and so are all streams, events and buffers of the device.
 ///
 /// ```
 /// use allstream::{Error, cuda::Device};

@@ -25,11 +25,11 @@ pub struct ForeignMemory {
 impl<T: Element> DeviceBuf<T> {
     /// Makes a buffer of memory that `owner` keeps alive, for use in the order of `stream`.
     ///
-    /// `owner` is dropped when the buffer is gone and the stream has come to the point of that drop, as a rule on another thread.
+    /// `owner` is dropped once the buffer is gone and its stream has done all work put on it before then, as a rule on another thread.
     ///
-    /// A communicator that is bound to devices lends ranks in other processes the memory that `cuMemAlloc` gave (CUDA IPC). Once `owner` is dropped, the
-    /// memory may be freed even while those processes have it open: none of them reads it any more. The driver then keeps its pages until
-    /// another allocation has taken its place, or the communicator is closed.
+    /// A communicator that is bound to devices lends ranks in other processes the memory that `cuMemAlloc` gave (CUDA IPC). Once `owner` is
+    /// dropped, the memory may be freed even while those processes have it open: none of them reads it any more. The driver then keeps its
+    /// pages until another allocation has taken its place, or the communicator is closed.
     ///
     /// # Safety
     /// Until `owner` is dropped:
@@ -39,7 +39,7 @@ impl<T: Element> DeviceBuf<T> {
     ///
     /// # Errors
     /// [`Failed`] with `owner`. [`Error::Invalid`]: `memory` has another element type, is not aligned for it, or is not memory of
-    /// this device. [`Error::Cuda`]: the driver does not answer the question.
+    /// this device. [`Error::Cuda`]: the driver failed when it was asked what the memory is.
     pub unsafe fn from_foreign<O: Send + 'static>(
         memory: ForeignMemory,
         stream: &DeviceStream,

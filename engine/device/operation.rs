@@ -2,10 +2,11 @@
 //!
 //! The plans, the machines and the order of messages are those of the host; what differs is that a step's work is *put on
 //! the rank's stream* where a host would do it at once, and that a link lends device memory ([`crate::device::links::peer`]). An
-//! operation is over when the streams of all ranks that touch its buffers are done with it, which words in memory say ([`Word::Over`](super::signal::Word::Over)).
+//! operation is over when the streams of all ranks that touch its buffers are done with it, which words in memory say
+//! ([`Word::Over`](super::signal::Word::Over)).
 //!
-//! What is put on a stream is put there by [`Commands`](crate::commands::Commands): no function here that a pass calls, or the end of a
-//! communicator that has failed, calls the driver.
+//! What is put on a stream is put there by [`Commands`](crate::commands::Commands): no function here that is called in a pass, or while
+//! a communicator that has failed is ended, calls the driver.
 
 mod binding;
 mod folds;
@@ -43,22 +44,22 @@ pub(crate) struct DeviceOp {
     number: OnceLock<u64>,
     /// One launch folds it for all ranks (`one_launch.rs`). Known with the number.
     is_for_all: OnceLock<bool>,
-    /// This rank has come last, and is putting that launch on its stream.
+    /// This rank has arrived last, and is putting that launch on rank 0's stream.
     is_launching: AtomicBool,
     /// What the buffers' streams held at the call, where no word says it.
     after: Vec<DeviceEvent>,
     /// The word that the one stream of the buffers writes when it comes to the call.
     input: Option<Start>,
     folds: Folds,
-    /// Of commands: the rank's stream waits for its inputs; and for those of all ranks.
+    /// Set by commands: the rank's stream has been made to wait for its own inputs; and for those of all ranks.
     waits_for_input: AtomicBool,
     waits_for_all: AtomicBool,
     /// Of the buffers.
     streams: Vec<DeviceStream>,
     /// Of the buffers that it writes.
     outputs: Vec<Arc<Fate>>,
-    /// A buffer's stream waits for another collective, and these streams of ranks will wait for that stream: hardware queues were chosen so that
-    /// this holds up nobody (`make_way`).
+    /// If a buffer's stream waits for another collective: the ranks' streams that will wait for that stream in turn. Hardware queues were chosen so
+    /// that this holds up nobody (`make_way`).
     will_wait: Mutex<Vec<DeviceStream>>,
     /// The library that takes it whole, if one does.
     taken_by: Option<Arc<dyn Whole>>,
@@ -159,7 +160,7 @@ impl DeviceOp {
         })
     }
 
-    /// It is submitted, as this operation of the communicator.
+    /// It has been submitted, with this number among the communicator's collectives.
     pub(crate) fn submitted(&self, number: u64) {
         let _ = self.number.set(number);
         let _ = self.is_for_all.set(self.binding.ours.arrivals.is_for_all(number, self.folds.may_be_for_all));
@@ -194,7 +195,7 @@ impl DeviceOp {
             workspace.release();
         }
         let (ours, number) = (&self.binding.ours, self.number());
-        // One launch for all ranks comes behind what each has brought, and no link need say so.
+        // One launch for all ranks itself waits for each rank's own work, so no link need make a peer wait for it.
         ours.starts(number, self.start(), self.folds.own_work_is_lent && !self.is_for_all());
         let operation = self.clone();
         ours.commands.put(move || {
@@ -222,7 +223,7 @@ impl DeviceOp {
         self.workspace.as_ref().ok()
     }
 
-    /// Whether parts of it may be folded: the call has known all of them.
+    /// Whether any of its parts may be folded, as the call has found out.
     pub(crate) fn is_folded(&self) -> bool {
         self.folds.are_any()
     }
@@ -255,7 +256,7 @@ impl DeviceOp {
             operation.stream().put_words("make a stream wait for all ranks' inputs", &mut words)?;
             operation.waits_for_its_input();
             launch(operation.stream())?;
-            // With one call of the driver less than if somebody had to come back for this.
+            // At once: if the command of `ends` came later, the context would have to be entered once more for it.
             if is_last && operation.folds.are_one { operation.put_over() } else { Ok(()) }
         });
     }
@@ -283,7 +284,7 @@ impl DeviceOp {
         self.has_waits(self.stream());
     }
 
-    /// A command: this stream of a rank has been made to wait for the input of this one.
+    /// A command: this stream, of whichever rank, has been made to wait for this rank's input.
     fn has_waits(&self, stream: &DeviceStream) {
         let mut will_wait = self.will_wait.lock();
         let at = will_wait.iter().position(|other| other == stream);
@@ -323,8 +324,8 @@ impl DeviceOp {
         } else {
             ours.tell_when_over(number)?;
         }
-        // Without words it is what says that the operation is over. A stream of the caller's is not asked, as it may have other work behind the
-        // operation, or be captured by then.
+        // Without words this event says that the operation is over. It also says so where the stream is a caller's: that stream is not asked, as it
+        // may have other work behind the operation, or be captured by then.
         if !(ours.has_words() && ours.stream.is_alone()) {
             self.state.lock().end = Some(self.stream().point()?);
         }
@@ -338,7 +339,7 @@ impl DeviceOp {
         self.stream().point()
     }
 
-    /// The ranks whose streams touch its buffers, where each rank's works.
+    /// The ranks whose streams touch its buffers, unless one launch folds it for all ranks.
     fn workers(&self) -> impl Iterator<Item = &Arc<PeerDevice>> {
         self.others(self.folds.lent_to).filter(|_| kept(Wait::Done)).chain([&self.binding.ours])
     }
@@ -401,7 +402,7 @@ impl DeviceOp {
         Ok(over)
     }
 
-    /// Whether what has come to its end did so in order.
+    /// An error if this rank, or one in another process, has let go: then what has come to its end is not to be used.
     pub(crate) fn check(&self) -> Result<(), Error> {
         self.binding.far.as_ref().map_or(Ok(()), |far| far.check())
     }
@@ -444,8 +445,8 @@ impl DeviceOp {
         all.filter_map(|(rank, device)| device.as_ref().is_some_and(is_late).then_some(rank)).collect()
     }
 
-    /// Has the driver asked now and then whether the rank's stream has failed, until it has come to the operation's end. Calls `then` when it has
-    /// failed, or has come to its end though no word has said so.
+    /// Has the driver asked now and then whether the stream on which the operation ends (`line`) has failed, until it has come to that end. Calls
+    /// `then` when it has failed, or has come to the end though no word has said so.
     pub(crate) fn watch(self: &Arc<Self>, then: impl FnOnce() + Send + 'static) {
         let (operation, ours, number) = (self.clone(), self.binding.ours.clone(), self.number());
         let told = move |result: Result<(), Error>| {

@@ -12,8 +12,8 @@
 //! comparison, and a host or a device that is slow, because it has much to do, only takes longer to give it. The spare streams are made
 //! when the first rank is bound.
 //!
-//! Work behind a stream that waits for such a word waits, too. So while any stream does, `waiter.rs` makes no stream of ours wait for an event:
-//! that stream could hold up a user's stream in its queue, on which the input of another rank's call may be.
+//! An event behind a wait for such a word comes only after the wait. So while any stream waits for such a word, `waiter.rs` makes no stream of
+//! ours wait for an event: that stream could hold up a user's stream in its queue, on which the input of another rank's call may be.
 
 mod pairs;
 
@@ -41,7 +41,7 @@ const SPARE: usize = 4;
 const TRIES: usize = 12;
 /// The only word that a question uses of each of its signals.
 const BELL: Word = Word::Over(0);
-/// From this many answers on that are kept for a stream, those about streams that are gone are dropped.
+/// Once so many answers are kept for a stream, those about streams that are gone are dropped.
 const ANSWERS: usize = 64;
 
 /// Whether the environment gives this process only one hardware queue, which all streams share.
@@ -61,8 +61,8 @@ fn alive(list: &[Weak<Line>]) -> Vec<DeviceStream> {
     list.iter().filter_map(Weak::upgrade).map(DeviceStream).collect()
 }
 
-/// Whether `waiting` must not hold up `line`. Two streams that run collectives of the same communicator may do so: each waits only when the collective
-/// before its own is on the streams of all ranks that it needs, so they do not hold each other up for good.
+/// Whether `waiting` must not hold up `line`. Two streams that run collectives of the same communicator may do so: a stream is made to wait for
+/// one collective only once the collective before is on all ranks' streams that it needs, so they do not hold each other up for good.
 fn concerns(waiting: &DeviceStream, line: &DeviceStream) -> bool {
     let of = |stream: &DeviceStream| stream.0.standing.lock().comm.filter(|_| stream.0.may_move());
     waiting != line && (of(line).is_none() || of(line) != of(waiting))

@@ -37,8 +37,8 @@ pub(crate) struct Item {
     pub(crate) back: bool,
 }
 
-/// Refuses `call` if `stream`, which the call names or a buffer is on, is being captured: work of an operation between ranks would go into a graph, and
-/// the operation would never be over.
+/// Refuses `call` if `stream`, which the call names or a buffer is on, is being captured: work of an operation between ranks would go into a
+/// graph, and the operation would never be over.
 pub(crate) fn refused_in_capture(stream: &DeviceStream, call: &str) -> Result<(), Error> {
     stream.refuse_capture(
         call,
@@ -137,7 +137,7 @@ pub(crate) struct Staged {
     commands: Arc<Commands>,
 }
 
-/// While this exists, a command may put copies back on a stream at any time.
+/// While this exists, a command may at any time put copies to the device on a stream.
 struct Copying(Arc<Staged>);
 
 impl Copying {

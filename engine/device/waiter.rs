@@ -54,7 +54,7 @@ pub(crate) enum Stage {
 /// What is waited for.
 enum What {
     Event(DeviceEvent),
-    /// Until this stream has failed, or has come to its end, while `stage` says that the work that matters on it is not over.
+    /// That this stream fails, or comes to its end after all work that matters was put on it. Given up once `stage` says that this work is over.
     Stream {
         stream: DeviceStream,
         stage: Box<dyn Fn() -> Stage + Send>,
@@ -182,8 +182,9 @@ fn finishing(doing: &'static str, finish: Finish) -> Then {
     })
 }
 
-/// Has the thread ask now and then whether work on a stream has failed, until `stage` says that what matters is over. Calls `finish` with the failure;
-/// or, if the stream has come to its end while `stage` still says [`Stage::There`], with `Ok`. This function itself makes no call of the driver.
+/// Has the thread ask now and then whether work on a stream has failed, until `stage` says that what matters is over. Calls `finish` with the
+/// failure; or, if the stream has come to its end while `stage` still says [`Stage::There`], with `Ok`. This function itself makes no
+/// call of the driver.
 pub(crate) fn watch_stream(
     stream: &DeviceStream,
     doing: &'static str,
@@ -191,7 +192,7 @@ pub(crate) fn watch_stream(
     finish: Finish,
 ) {
     if !is_started() {
-        return; // the system has no thread to give: then words alone tell
+        return; // the system has no thread to give: then only the words that streams write tell that it is over
     }
     let what = What::Stream { stream: stream.clone(), stage };
     enter(Entry {

@@ -182,7 +182,7 @@ pub(crate) struct Operation {
     /// How long it may be the communicator's oldest unfinished collective.
     pub(crate) timeout: Duration,
     pub(crate) reduction: Reduction,
-    /// What each rank's input is multiplied by first.
+    /// What this rank's input is multiplied by first; the other ranks may have other factors.
     pub(crate) scale: Option<f64>,
     pub(crate) parts: PartList,
     pub(crate) then: Option<Then>,

@@ -1,8 +1,8 @@
 //! [`Runtime`]: the clock that communicators read, what drives their endpoints, and what runs their tasks.
 //!
 //! Communicators measure deadlines, have endpoints driven and start tasks only through this trait. In a user's process it stands for the
-//! system's clock, the progress thread and the control thread. In a story (a simulated run in the tests of [`crate::comm`]) it stands for one thread on which
-//! all ranks take turns, in virtual time.
+//! system's clock, the progress thread and the control thread. In a story (a simulated run in unit tests, `testing/story/`) it stands for
+//! one thread on which all ranks take turns, in virtual time.
 
 use std::future::Future;
 use std::pin::Pin;

@@ -276,7 +276,7 @@ impl Reader {
                 let leaving = self.leaving.load(Ordering::Acquire);
                 let next = self.frames.pop::<Message>();
                 if matches!(next, Ok(Some(_))) {
-                    // This message may have been read together with the frame that settled the pair, and nothing may follow it.
+                    // This message may have been read together with the frame that settled the pair, and perhaps nothing follows it.
                     self.patience = Duration::ZERO;
                 }
                 match next {

@@ -36,7 +36,7 @@ const CONNECTING: Duration = Duration::from_secs(10);
 /// How long a rank that gives up still waits for connections that are about to become pairs.
 const SETTLING: Duration = Duration::from_millis(100);
 
-/// What a rank has when it is connected to all others. The mesh is made from it, and only then delivers anything.
+/// What a rank has when it is connected to all others. The mesh is made from it; before that, nothing that comes from them is delivered.
 pub(super) struct Joined {
     pub(super) table: Table,
     pub(super) token: Token,

@@ -20,8 +20,8 @@ const LAUNCHERS: [(&str, &str, &str); 5] = [
 /// From this number on, a Slurm step id names no step, but a process outside of all steps, such as a batch script.
 const FIRST_SLURM_STEP_THAT_IS_NONE: u32 = 0xffff_fff0;
 
-/// Ports that [`derived`] makes up lie in `FIRST_PORT..FIRST_PORT + PORTS`, below those that the system gives out by
-/// itself.
+/// Unless the user names ports, those that [`derived`] makes up lie in `FIRST_PORT..FIRST_PORT + PORTS`, below those that the
+/// system gives out by itself.
 const FIRST_PORT: u16 = 10_000;
 const PORTS: u64 = 20_000;
 
@@ -116,7 +116,7 @@ fn is_slurm_step(get: Lookup<'_>) -> bool {
 }
 
 /// Two launchers may have started this process, one inside the other, so that the outer one's variables are still set. Returns
-/// another launcher's rank and size, and an error text, if they differ from the believed ones and those are not surely the inner launcher's.
+/// another launcher's rank and size, and an error text, if they differ from the believed ones and may be the inner launcher's.
 fn contradiction(get: Lookup<'_>, which: usize, believed: (Rank, usize)) -> Option<((Rank, usize), String)> {
     let (launcher, rank_name, size_name) = LAUNCHERS[which];
     let (rank, size) = believed;
@@ -226,7 +226,7 @@ fn port(get: Lookup<'_>) -> Result<u16, String> {
 }
 
 /// Makes a port of a number: equal ports of equal numbers, different ports of numbers near each other, and never the number itself.
-/// If the user has said which ports ranks may take, it is one of those.
+/// If the user has said which ports ranks may take, it is one of those; if that is one port only, it is that port, for every number.
 fn derived(get: Lookup<'_>, from: u64) -> Result<u16, String> {
     let Some(text) = get(addresses::PORTS) else {
         return Ok(FIRST_PORT + u16::try_from(from % PORTS).unwrap_or_default());
@@ -252,7 +252,7 @@ fn note(get: Lookup<'_>) -> Option<PathBuf> {
 }
 
 /// The host of Slurm's task 0, which is the first node of the step, and the variable that names it. If the step has only
-/// one node, the host is 127.0.0.1, as the ranks need no network.
+/// one node, the host is 127.0.0.1, as the ranks need no network. Where no list of nodes is set: the host on which srun was called.
 fn slurm_host(get: Lookup<'_>) -> Option<(&'static str, String)> {
     get("SLURM_PROCID")?;
     for name in ["SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"] {

@@ -171,7 +171,7 @@ pub(super) async fn look(me: &Visitor, bound: SocketAddr) -> Look {
         match Frames::default().next::<News, _>(&mut stream).await {
             // Another rank 0 listens there, or it is a signpost to which another rank 0 has come.
             Ok(Some(News::Failed { problem })) => Err(Look::Problem(problem)),
-            // (If the address leads, by way of a service for instance, back to this rank itself, that is good, too.)
+            // (The address may also lead back to this rank itself, as that of a Kubernetes service does. That is good, too.)
             _ => Ok(stream),
         }
     };

@@ -23,7 +23,7 @@ pub(crate) fn encode<T: Serialize>(value: &T) -> Result<Vec<u8>, String> {
     Ok(frame)
 }
 
-/// The first frame of `bytes` and its length with the prefix; `None` while it is not complete.
+/// The payload of the first frame in `bytes`, and the frame's length with its prefix; `None` while the frame is not complete.
 pub(crate) fn split(bytes: &[u8]) -> Result<Option<(&[u8], usize)>, String> {
     let Some((prefix, rest)) = bytes.split_first_chunk::<4>() else { return Ok(None) };
     let len = u32::from_le_bytes(*prefix) as usize;

@@ -42,7 +42,7 @@ use crate::types::{Algo, DType, Kind, Rank, ReduceOp, Signature};
 pub const MOST_RANKS: usize = 1024;
 /// The most bytes of a simulated collective: 1 PiB.
 pub const MOST_BYTES: usize = 1 << 50;
-/// About the most frames of a simulation whose slice was not given: slices grow until there are no more.
+/// About the most frames of a simulation whose slice was not given: slices grow until there are at most so many.
 const FRAMES: usize = 1_000_000;
 /// The most frames of a simulation whose slice was given, and the most loans of one that lends in slots.
 const MOST_FRAMES: usize = 64 * FRAMES;

@@ -122,7 +122,7 @@ pub(crate) fn keeps_to_itself(rank: Rank, number: u64) -> bool {
 
 static FRAMES: AtomicUsize = AtomicUsize::new(0);
 
-/// From now on, a frame of a device's lends so many bytes at most, and slices are of half as many: as if 4 GiB were so few.
+/// From now on, one frame between devices lends at most so many bytes (not 4 GiB), and a slice has half as many (not 1 GiB).
 pub fn frames_of(bytes: usize) {
     FRAMES.store(bytes, Ordering::Relaxed);
 }
@@ -133,7 +133,8 @@ pub(crate) fn longest_frame() -> Option<usize> {
 
 static FOLDED_FAR: AtomicUsize = AtomicUsize::new(usize::MAX);
 
-/// From now on, the devices of ranks in several processes fold all_reduces of so many bytes or more at once, and no smaller ones. To be told to all of them.
+/// From now on, the devices of ranks in several processes fold all_reduces of `bytes` bytes or more at once, and no smaller ones.
+/// To be called with the same number in each of these processes.
 pub fn fold_between_processes_from(bytes: usize) {
     FOLDED_FAR.store(bytes, Ordering::Relaxed);
 }

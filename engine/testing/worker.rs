@@ -101,7 +101,7 @@ impl Carrier for Worker {
     }
 }
 
-/// What a communicator is bound to whose operations have such carriers, with the number of those operations so far.
+/// What a communicator is bound to so that its operations have such carriers, with the number of those operations so far.
 struct Workers(Arc<AtomicU64>);
 impl Bound for Workers {}
 

@@ -89,8 +89,8 @@
 //!
 //! # What allocates
 //! Once the order is learnt, a step on the host that `finish` ends allocates nothing if each bucket is one buffer: all of its gradients are
-//! packed, or it has a single one. A bucket of several buffers allocates what an `all_reduce_list` does: a few small vectors. On a device a
-//! bucket with packed gradients takes memory of the pool and a few small vectors in each step.
+//! packed and of one type, or it has a single one. A bucket of several buffers allocates what an `all_reduce_list` does: a few small vectors. On a
+//! device a bucket with packed gradients takes memory of the pool and a few small vectors in each step.
 
 mod bucket;
 mod buckets;

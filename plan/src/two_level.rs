@@ -20,7 +20,7 @@ use crate::{Operand, Plan, Rank, Shape, Step};
 /// 1. other hosts' chunks: summed inside our host;
 /// 2. our chunks of lines that another rank leads: sent to that rank;
 /// 3. our chunks of lines that this rank leads: final sums;
-/// 4. the results of the chunks of 2;
+/// 4. the results of the chunks of stage 2: received from that rank;
 /// 5. the results of other hosts' chunks.
 pub(super) fn all_reduce(s: &Shape) -> Plan {
     let mut hosts: Vec<Vec<Rank>> = Vec::new();

@@ -54,7 +54,7 @@ fn sums() -> Vec<f32> {
     values(0, LEN).iter().zip(values(1, LEN)).map(|(a, b)| a + b).collect()
 }
 
-/// All that asks, allocates, loads and blocks.
+/// Makes every sort of call that asks the driver something, allocates, loads kernels or blocks.
 fn work(mut comm: Comm) {
     let rank = comm.rank();
     // Through the host first.
@@ -133,7 +133,7 @@ fn an_error_of_a_capture_means_not_yet() {
     });
 }
 
-/// So it is with ranks of several processes, and with NCCL.
+/// Ranks of several processes break no capture either; nor does NCCL (the next test).
 #[test]
 fn a_capture_elsewhere_is_not_broken_by_other_processes() {
     let test = "capture::a_capture_elsewhere_is_not_broken_by_other_processes";
@@ -211,7 +211,7 @@ fn a_captured_stream_takes_no_operations() {
                     }),
                 };
                 assert!(down(soon(comm.all_reduce(buf)).unwrap()) == sums());
-                // A stream is captured that is to wait.
+                // Here the captured stream is the one that is to wait for an operation.
                 let work = comm.all_reduce(up(&other, values(rank, LEN)));
                 if rank == 1 {
                     in_context(1, || {

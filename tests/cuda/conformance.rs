@@ -263,7 +263,7 @@ impl<T: Value> Run<'_, T> {
     fn options(&mut self) -> Call<'_> {
         let (case, rank) = (self.case, self.comm.rank());
         let mut options = self.comm.call().algo(case.algo).timeout(CALL);
-        // `Algo::Auto` may choose differently on hosts and on devices where floats may be combined in any order.
+        // If the order in which floats are combined matters, `Algo::Auto` may give other bits on devices than on hosts, unless deterministic.
         let exact = case.op.is_exact() || !case.dtype.is_float();
         if case.algo == Algo::Auto && (!exact || case.seed.is_multiple_of(2)) {
             options = options.deterministic(true);
@@ -448,7 +448,7 @@ pub(crate) fn some(n: usize, seed: u64) -> Vec<Case> {
                 continue;
             }
             let h = mix(&[seed, c as u64, f as u64]) as usize;
-            // (One reduction in four has a factor, as the elements are floats.)
+            // (One reduction in four has a factor. That needs floats, and the elements are floats here.)
             let op = if h.is_multiple_of(4) && kind.reduces() {
                 Combine::Scaled
             } else {

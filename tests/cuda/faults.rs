@@ -1,4 +1,4 @@
-//! Every driver call fails once: that gives an error, never a panic, a hang or a leak. Also contexts that break.
+//! Driver calls that fail, one at a time: never a panic, a hang or a leak, and an error where there is no other way. Also contexts that break.
 
 use std::future::IntoFuture;
 use std::time::Duration;
@@ -41,7 +41,7 @@ fn given_back<B>(failed: Failed<B>) -> Error {
     failed.error
 }
 
-/// All driver functions that the program calls, and whether it must get an error when a call of that function fails.
+/// Driver functions that the program calls, without those in [`LAST`], and whether it must get an error when a call of that function fails.
 const CALLED: [(&str, bool); 24] = [
     ("cuDeviceGetCount", true),
     ("cuDeviceGet", true),
@@ -175,8 +175,8 @@ fn a_context_that_breaks_ends_every_wait_and_keeps_what_the_device_may_touch() {
     });
 }
 
-/// Once the context has failed, the driver calls nobody when work ends. The thread that watches events finds out by asking; also when
-/// there was nothing to wait for before, for so long that the thread had stopped asking.
+/// Once the context has failed, the driver calls nobody when work ends. The thread that watches events finds out by asking, even if it
+/// had stopped asking, because for a while there was nothing to wait for.
 #[test]
 fn a_context_that_breaks_ends_a_wait_that_began_in_silence() {
     child("faults::a_context_that_breaks_ends_a_wait_that_began_in_silence", &[], || {

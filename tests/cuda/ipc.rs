@@ -377,7 +377,7 @@ fn an_abort_reaches_all_processes_and_buffers_come_back() {
             assert!(matches!(error, Error::Aborted { by: 1, .. }), "{error}");
             assert_eq!(down(buf.unwrap()), values(rank, 3000), "nothing was written");
         }
-        // Ranks 0 and 2 have heard of the abort. The drop waits, for a second at most, for what rank 1 still has to send.
+        // Ranks 0 and 2 have heard of the abort here. Rank 1 may still have to send it: its drop waits for that, for a second at most.
         drop(comm);
         usable(&device, &stream);
     };

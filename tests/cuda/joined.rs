@@ -161,7 +161,7 @@ fn law_4_a_device_that_does_not_come_to_it_is_named() {
             let compute = bound(&mut comm);
             let rank = comm.rank();
             let buf = up(&compute, values(rank, 100));
-            // Rank 1's stream is held up by a collective that only it calls, on a group of its own that nobody joins.
+            // Rank 1's stream is held up by a collective that only rank 1 calls, on a duplicate of the communicator.
             let mut pair = soon(comm.dup()).unwrap();
             soon(pair.bind_device(&Device::new(0).unwrap())).unwrap();
             let holding = (rank == 1).then(|| {

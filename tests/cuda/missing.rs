@@ -8,7 +8,7 @@ use crate::support::{LIBRARY, child};
 #[test]
 fn no_driver_is_an_error_that_names_the_files_and_what_to_install() {
     let test = "missing::no_driver_is_an_error_that_names_the_files_and_what_to_install";
-    // Cargo lets libraries be found where the driver for tests lies.
+    // `LD_LIBRARY_PATH` is emptied, as Cargo sets it to where the driver for tests lies.
     child(test, &[(LIBRARY, "/nowhere/libcuda-none.so"), ("LD_LIBRARY_PATH", "")], || {
         let told = [driver().map(drop), device_count().map(drop), Device::new(0).map(drop)];
         for told in told {

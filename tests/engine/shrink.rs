@@ -1,5 +1,5 @@
-//! `shrink` with ranks that are threads: what survivors get, on every link, and what it does to everything else. Ranks that are killed
-//! are in `tests/faults/survive.rs`.
+//! `shrink` with ranks that are threads: what survivors get, on each kind of link but RDMA, and what it does to everything else. Ranks that are
+//! killed are in `tests/faults/survive.rs`.
 
 use std::sync::{Arc, Barrier};
 use std::time::Duration;

@@ -131,7 +131,7 @@ fn record_of(directory: &std::path::Path, rank: usize, extension: &str) -> Optio
     found.next().map(|path| path.with_extension(extension))
 }
 
-/// A log in which every call blocks while `HANGS` is true, as with a full disk or a terminal that nobody reads.
+/// A log in which every event blocks its thread while `HANGS` is true, as with a full disk or a terminal that nobody reads.
 struct HangingLog;
 
 static HANGS: AtomicBool = AtomicBool::new(false);

@@ -15,7 +15,7 @@ pub(crate) enum Driver {
     ForTests,
     /// The machine's, and a device that is fast.
     Real,
-    /// Whichever is found; nothing takes long.
+    /// Whichever is found, for a short run: nothing that takes long is done.
     Rehearsal,
 }
 
@@ -34,7 +34,7 @@ impl Driver {
         self == Driver::Real
     }
 
-    /// The environment by which a process has it, and an NCCL, if it needs one.
+    /// The environment variables that give a process this driver, and an NCCL if `bound` needs one.
     pub(crate) fn variables(self, bound: Bound) -> Vec<(String, String)> {
         let set = |name: &str, value: String| (name.to_owned(), value);
         let file = |name: &str, for_tests: fn() -> &'static Path| match self {

@@ -134,8 +134,9 @@ impl Journal {
         }
         if let Some((found, left_out)) = result(line) {
             self.tested = true;
-            // Some tests start their own program again, for a single test. The result that this child prints is not counted. A result is the child's if
-            // it filtered tests out and its number of tests is not the program's: the core filters tests out of programs, too, but then the numbers agree.
+            // Some tests start their own program again, for a single test. The result that this child prints is not counted. A result is the child's
+            // if it filtered tests out and its number of tests is not the program's. The core (the short run, `When::Core`) filters tests
+            // out of programs, too, but then the numbers agree.
             let all = found.passed + found.failed + found.skipped;
             let is_ours = left_out == 0 || self.tests_of_program == Some(all);
             self.running = !is_ours;

@@ -57,7 +57,7 @@ fn unpack(packed: &Path, to: &Path) -> Result<Vec<String>, String> {
         files.filter(|path| path.extension().is_some_and(|end| end == "crate")).collect();
     crates.sort();
     for file in &crates {
-        // `-m` sets the files' time of change to now: cargo packs them with a time long ago, and would take them for files that it has checked before.
+        // `-m` sets the files' time of change to now: cargo packs them with a time long ago, and would take them for files that it checked before.
         let status = Command::new("tar").arg("-xzmf").arg(file).arg("-C").arg(to).status();
         match status {
             Ok(status) if status.success() => {}

@@ -66,8 +66,8 @@ pub(crate) fn range(name: &str, layout: &Layout, stored: usize) -> Result<Range<
     Ok(start..end)
 }
 
-/// The error of a collective that failed, with the call and the tensor. The engine's mismatch error shows only the keys of the ranks, so the
-/// text adds that a key is a hash of the shape.
+/// The error of a collective that failed, with the call and the tensor. The engine's mismatch error shows no shapes, only the keys made from
+/// them, so the text adds that a key is a hash of the shape.
 pub(crate) fn of_tensor(
     name: &str,
     layout: &Layout,

@@ -92,7 +92,8 @@ impl Options {
 /// on one rank only (a missing gradient), that communicator is dead on all ranks, so that no rank waits for another; `comm` itself can
 /// still be used. [`cause`](crate::cause) finds the engine's error in candle's.
 ///
-/// A variable that never has a gradient, such as a running statistic of a `BatchNorm`, is a buffer: see [`Options::broadcast_buffers`].
+/// Buffers, such as the running statistics of a `BatchNorm`, have no gradient: see [`Options::buffer_names`] and
+/// [`Options::broadcast_buffers`].
 ///
 /// On the CPU each gradient is copied once, into the buffer that is reduced and then becomes the reduced gradient. Gradients of less than
 /// 64 KB, and compressed ones, are copied twice more: into a buffer that all of a bucket share, and back.

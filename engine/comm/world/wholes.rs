@@ -1,4 +1,4 @@
-//! This rank's ends of communicators that libraries have made (of NCCL: `ncclComm_t`), for communicators that nobody holds any more. They are
+//! This rank's ends of libraries' communicators (NCCL's `ncclComm_t`), left by communicators of allstream that nobody holds any more. They are
 //! kept to be used again, as a library takes long to make one.
 //!
 //! A communicator that ended in peace leaves its end here ([`Wholes::keep`]). When the same members bind a communicator to the same

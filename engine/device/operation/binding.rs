@@ -22,7 +22,7 @@ use crate::mem::Verdict;
 use crate::trace::log::LOG;
 use crate::types::Rank;
 
-/// Bytes of a slice. The device itself overlaps copies and folds, so chunks are cut only where a frame's length would not fit in 32 bits.
+/// Bytes of a slice: many, as the device itself overlaps copies and folds; but the length of a frame must fit in 32 bits.
 const SLICE: usize = 1 << 30;
 /// Bytes that one frame can lend.
 const FRAME: usize = u32::MAX as usize;
@@ -33,9 +33,9 @@ const LET_GO: Duration = Duration::from_millis(150);
 /// How often [`Binding::leave`] looks whether commands are still being carried out.
 const LOOK: Duration = Duration::from_millis(1);
 
-/// Between processes a part is folded at once if it has so many bytes or more. A rank's host then waits for the words of all ranks before
-/// it puts the kernel on its stream, which costs some tens of microseconds. Folding saves up to one pass over the memory, which takes as
-/// much time at about this size. Estimated, not measured.
+/// Between processes a part of this many bytes or more is folded at once, straight from all ranks' memory. A rank's host then waits for the
+/// words of all ranks before it puts the kernel on its stream, which costs some tens of microseconds. It saves up to one pass over the memory;
+/// at about this size that pass would take as long. Estimated, not measured.
 const FOLDED_BETWEEN_PROCESSES: usize = 16 << 20;
 
 /// The least number of bytes of a part that ranks in several processes fold at once.
@@ -169,11 +169,11 @@ impl Binding {
         is_touched
     }
 
-    /// A command: makes the buffers' streams wait for what any rank of this process has put on its stream, or watches those streams come
-    /// to their ends; then lets streams go on that wait for operations of the communicator.
+    /// A command: if [ordered](Self::is_ordered), makes the buffers' streams wait for what any rank of this process has put on its stream; lets
+    /// streams go on that wait for operations of the communicator; and has the ends of the ranks' streams watched.
     fn leave(self: &Arc<Self>) {
-        // A rank may be putting work on its stream right now: this command looks again until none is. It is itself one that is done always,
-        // which `is_idle` does not count.
+        // A rank may be putting work on its stream right now: this command looks again until none is. It was itself put with `put_always`,
+        // so `is_idle` does not count it.
         let is_at_work = |device: &Arc<PeerDevice>| !device.commands.is_idle();
         if kept(Wait::MemoryLock) && self.all.iter().flatten().any(is_at_work) {
             let binding = self.clone();
@@ -184,7 +184,7 @@ impl Binding {
             });
         }
         if self.far.as_ref().is_some_and(|far| far.may_be_written()) {
-            // The callers' streams go on before the peers are done, so what they write to buffers that were handed on may be overwritten.
+            // The callers' streams go on before the peers are done: a peer may overwrite what such a stream writes to a buffer that was handed on.
             self.leaving.verdicts.lock().iter().for_each(|verdict| verdict.overtake());
         }
         let operations = match self.is_ordered() {
@@ -204,7 +204,7 @@ impl Binding {
         }
     }
 
-    /// Has noted when the ranks' streams in this process have come to the points up to which they are filled now.
+    /// Sees to it that `is_quiet` is set once the ranks' streams in this process have come to the points up to which they are filled now.
     fn watch_ends(self: &Arc<Self>) -> Result<(), Error> {
         let devices = self.all.iter().flatten();
         let points = devices.map(|device| device.points()).collect::<Result<Vec<_>, _>>()?.concat();
@@ -226,17 +226,18 @@ impl Binding {
         Ok(())
     }
 
-    /// Of a communicator that has failed, whose ranks are in several processes: the operations that were given up, with memory of their own that peers may touch, and
-    /// memory of their buffers that was handed on and dropped. To be dropped once nobody touches it ([`touched_until`](Self::touched_until)).
+    /// Of a communicator that has failed, whose ranks are in several processes: the operations that were given up, with memory of their own
+    /// that peers may touch, and memory of their buffers that was handed on and dropped. To be dropped once nobody touches it
+    /// ([`touched_until`](Self::touched_until)).
     pub(crate) fn remains(&self) -> Option<Box<dyn Send>> {
         self.far_alone()?;
         let operations = self.leaving.operations.lock().iter().filter_map(Weak::upgrade).collect::<Vec<_>>();
         Some(Box::new((LetGo(std::mem::take(&mut *self.leaving.verdicts.lock())), operations)))
     }
 
-    /// Of a communicator that has failed, whose ranks are in several processes: says whether nobody touches its memory any more. That is so when the streams of this
-    /// process have come to their ends, and each rank in another process has said by a word that its stream is past all that it was given, or that process has exited.
-    /// `None`: nobody can tell.
+    /// Of a communicator that has failed, whose ranks are in several processes: says whether nobody touches its memory any more. That is so when
+    /// the streams of this process have come to their ends, and each rank in another process has said by a word that its stream is past all that
+    /// it was given, or that process has exited. `None`: nobody can tell.
     pub(crate) fn touched_until(&self) -> Option<IsOver> {
         let (far, is_quiet) = (self.far_alone()?.clone(), self.leaving.is_quiet.clone());
         Some(Box::new(move || {

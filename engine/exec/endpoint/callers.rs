@@ -13,7 +13,7 @@ pub(super) struct Callers {
 }
 
 impl Callers {
-    /// A thread waits for an operation, or polls one. If two threads do so at once, only one of them may be counted: all that
+    /// A thread waits for an operation, or polls one. If two threads do so at once, the count may grow by only one: all that
     /// matters is whether there was any.
     pub(super) fn count_wait(&self) {
         self.waits.store(self.waits.load(Ordering::Relaxed).wrapping_add(1), Ordering::Relaxed);

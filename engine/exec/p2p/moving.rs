@@ -109,7 +109,7 @@ pub(super) struct Moving {
     pub(super) stage: Stage,
     pub(super) done: usize,
     pub(super) freed: usize,
-    /// How many stripes of the memory have come. `filled`: how many bytes may be used by that; `usize::MAX`: all.
+    /// How many stripes of the memory have come from the device. `filled`: how many bytes may therefore be used; `usize::MAX`: all.
     pub(super) arrived: usize,
     pub(super) filled: usize,
     pub(super) since: Instant,
@@ -131,7 +131,7 @@ impl Moving {
         self.message.whole.is_some() && self.stage == Stage::Moving && self.turn.is_none()
     }
 
-    /// What keeps a message that a library moves from its end although its other end was called: the library, or what goes before it there.
+    /// What a message that a library moves, and that both ranks have called, still waits for: the library, or what goes before it there.
     pub(super) fn held_up(&self) -> Option<MissingState> {
         let path = self.message.whole.as_ref().filter(|_| self.stage == Stage::Moving)?;
         Some(path.whole.not_ended(self.turn.as_ref()))

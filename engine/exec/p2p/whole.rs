@@ -1,8 +1,8 @@
 //! Messages from device memory to device memory that a library moves (NCCL).
 //!
 //! Sender and receiver find each other, and compare their calls, as for any message that is announced. Then they agree on a launch time
-//! ([`Turn`]): the receiver clears the message with the earliest time of its device, and the sender answers with the later of this and
-//! its own device's. Each rank gives the library, in one call, all messages that are due before any other operation.
+//! ([`Turn`]): the receiver clears the message with a time later than all that its device knows of. The sender names such a time of its own
+//! device, and answers with the later of the two. Each rank gives the library, in one call, all messages that are due before any other operation.
 
 use std::collections::VecDeque;
 use std::sync::Arc;

@@ -21,7 +21,7 @@ impl Peer {
         }
     }
 
-    /// Whether as many messages like this one as may be are in progress.
+    /// Whether this message has to wait: [`WINDOW`] messages of its direction and tag are in progress, or some wait already.
     fn is_full_for(&mut self, message: &Message) -> bool {
         let (direction, tag) = (message.direction, message.tag);
         let list = self.list(direction);
@@ -42,7 +42,7 @@ impl Messages {
         peer.list(message.direction).push(Moving::new(key, message, now));
     }
 
-    /// Whether copies to or from the memory of any message may be under way that nothing else waits for.
+    /// Whether copies for which nothing else waits may be under way, to or from the memory of any message.
     pub(crate) fn is_settling(&self) -> bool {
         let begun = self.peers.iter().flat_map(|peer| peer.sends.iter().chain(&peer.recvs));
         let waiting = self.peers.iter().flat_map(|peer| peer.waiting.values().flatten());

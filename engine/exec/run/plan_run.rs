@@ -12,7 +12,7 @@
 //! | file | what is in it |
 //! |---|---|
 //! | `steps.rs` | cursors of steps and links, and the limits that follow from them |
-//! | `gather.rs` | how a step gathers, has combined, and sends |
+//! | `gather.rs` | how a step gathers its operands, has them combined, and sends the result |
 //! | `frames.rs` | what is received: the right frame, or an account of what is wrong |
 //! | `stripes.rs` | input that comes, and output that leaves, while the steps run |
 //! | `ready.rs` | the list of steps to be looked at |

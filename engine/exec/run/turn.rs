@@ -36,7 +36,7 @@ pub(super) struct Passed {
     pub(super) moved: bool,
     /// Whether the part is complete.
     pub(super) complete: bool,
-    /// Bytes gathered and posted.
+    /// Bytes gathered and posted; of a part that goes by loans: bytes that its folds read and wrote.
     pub(super) touched: usize,
 }
 

@@ -53,8 +53,8 @@ impl Talk<'_> {
     }
 }
 
-/// Tries the way between this rank's port, if it could be opened, and the port of the rank at the other end of the connection. Both ranks learn whether
-/// messages got through, and if not, why.
+/// Tries the way between this rank's port, if it could be opened, and the port of the rank at the other end of the connection. Both ranks learn
+/// whether messages got through, and if not, why.
 ///
 /// # Errors
 /// The connection broke.

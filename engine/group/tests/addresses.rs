@@ -40,7 +40,7 @@ fn interfaces_are_named_as_nccl_names_them_and_by_subnets() {
             "{text}"
         );
     }
-    // Of the family by which the ranks meet first.
+    // Addresses of the family by which the ranks meet come first.
     let six = "=eth0".parse::<Interfaces>().unwrap().choose(all, Ipv6Addr::LOCALHOST.into());
     assert_eq!(six[0], "fd00::5".parse::<IpAddr>().unwrap());
     for bad in ["", "^", "eth0,,eth1", "=", "10.0.0.0/33", "10.0.0/8", "eth0,^lo", "fd00::/129"] {
@@ -81,7 +81,7 @@ async fn a_listener_is_at_a_port_of_those_that_may_be_taken_and_where_the_user_s
     );
     let here = Reach { ports: None, interfaces: Some("127.0.0.0/8".parse().unwrap()) };
     assert_eq!(here.listen("10.9.9.9".parse().unwrap(), false).unwrap().1[0].ip(), local);
-    // The name of a host often leads to a loopback address on that host: others are told, where it has others.
+    // The name of a host often leads to a loopback address on that host: then its other addresses, if any, are told, too.
     let (_, told) = Reach::default().listen(local, true).unwrap();
     assert_eq!(told[0].ip(), local);
     assert!(told[1..].iter().all(|at| !at.ip().is_loopback() && at.port() == told[0].port()), "{told:?}");

@@ -267,7 +267,7 @@ async fn links_decide_locality_or_are_refused() {
             says(&failure(end), &["needs all ranks in one", "host0", "host1", "ALLSTREAM_LINK"]);
         }
     }
-    // What a rank says of its port counts; whether it has one was asked before.
+    // The ports are made up: joining goes by what ranks say of their ports. Whether a rank really has one is found out before it joins.
     let over_rdma = |place: Rendezvous, layer: &str| {
         let host = format!("host of {}", place.rank);
         let shown = format!("card{} port 1 active, {layer}", place.rank);

@@ -153,7 +153,7 @@ fn a_host_whose_own_name_is_a_loopback_address_is_reached_from_another() {
         .map(|(host, rank, names)| hosts.start(host, rank, "first", names, &there));
     let told = ranks.map(said);
     assert!(told.iter().all(|told| told.contains("joined: ")), "{told:?}");
-    // The address at which that rank has answered stands first; 10.213.8.1 is an address of both hosts.
+    // Of a rank's addresses, the one at which it was reached stands first; 10.213.8.1 is an address of both hosts.
     assert!(told[2].contains("0=[10.213.9.1:") && told[2].contains("1=[10.213.9.1:"), "{told:?}");
     for (told, own) in told.iter().zip(["10.213.9.1", "10.213.9.1", "10.213.9.2"]) {
         assert!(told.ends_with(&format!("listens at {own}")), "{told}");

@@ -15,9 +15,9 @@ impl<B: Buf> Buckets<B> {
     ///
     /// # Errors
     /// [`Error::Invalid`], and nothing is changed. On all ranks alike: a gradient of any rank has a NaN or an infinity (the error gives its
-    /// number in the layout), or the layout has integers or gradients on devices. Only on the rank whose call is wrong: the limit is not
-    /// positive and finite, the gradients are not those of the layout, or a step has begun; if buckets are sharded, the other ranks then
-    /// wait for this one. Else as a collective.
+    /// number in the layout), squares are too large for `f64`, or the layout has integers or gradients on devices. Only on the rank whose call is
+    /// wrong: the limit is not positive and finite, the gradients are not those of the layout, or a step has begun; if buckets are sharded, the
+    /// other ranks then wait for this one. Else as a collective.
     pub async fn clip_norm(&mut self, grads: &mut [B], most: f64) -> Result<f64, Error> {
         check_limit(most)?;
         self.check_clipped(grads)?;

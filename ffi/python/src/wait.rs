@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use pyo3::prelude::*;
 
-/// A thread that waits checks after so long at the latest whether the user has interrupted it.
+/// How often, at least, a waiting thread checks whether the user has interrupted it.
 pub(crate) const SLICE: Duration = Duration::from_millis(50);
 
 struct Unpark(Thread);

@@ -19,7 +19,7 @@ pub struct Attempt {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Unavailable {
-    /// None of the files could be opened; or, of several that were tried, used.
+    /// No file could be opened; or, if several were tried, each was missing or unfit (its [`Attempt`] says why).
     NotFound {
         /// The files that were tried, in order.
         tried: Vec<Attempt>,

@@ -102,7 +102,7 @@ fn cost(kind: Kind, algo: Algo, n: usize, root: Rank, properties: &Properties, w
     }
     let (f, all, up) = (n as f64, n as f64 - 1.0, n.next_power_of_two().ilog2() as usize);
     let (down, share) = (n.ilog2() as usize, (n as f64 - 1.0) / n as f64);
-    // Hops that folding adds to recursive doubling: one before or after the exchanges; both on one chain if two opposite ranks fold.
+    // Hops that folding adds to recursive doubling: one, before or after the exchanges; or both, if the ranks at both ends of one chain of them fold.
     let (extra, power) = (n - (1 << down), 1 << down);
     let (folded, folds) = (usize::from(extra > 0), usize::from(extra > 0) + usize::from(2 * extra > power));
     // The number of ranks in the largest binomial subtree below the root.

@@ -63,8 +63,8 @@ fn needs_context(name: &str) -> bool {
     !name.starts_with("cuDevice") && !name.starts_with("allstream_test_") && !WITHOUT_CONTEXT.contains(&name)
 }
 
-/// Calls that wait for all work on the device if the knob `WAITS` is set. So do calls that make streams or open memory of other
-/// processes, which call `settle` themselves.
+/// Calls that wait for all work queued in the current context if the knob `WAITS` is set. So do calls that make streams or open memory
+/// of other processes, which call `settle` themselves.
 const MAY_WAIT: [&str; 11] = [
     "cuMemAlloc_v2",
     "cuMemFree_v2",

@@ -16,8 +16,8 @@ use crate::context::Context;
 
 /// The byte that new memory is filled with: a NaN in every float type, -1 or the largest value in every integer type.
 pub(crate) const FRESH: u8 = 0xff;
-/// At most so many bytes of new memory are filled, from its beginning; the rest is zeros. The pages of a pool's whole block would take
-/// more time than a test that uses only a few of them.
+/// At most so many bytes of new memory are filled, from its beginning; the rest is zeros. Filling the whole block of a pool would take
+/// longer than a test that uses only a few of its pages.
 const FILLED: usize = 2 << 20;
 /// The byte that freed memory is filled with, for whoever still maps it: only its first `SHOWN` bytes, as the system gets back the rest.
 pub(crate) const FREED: u8 = 0xdd;

@@ -13,7 +13,7 @@ type Asked = extern "C" fn() -> bool;
 static ASKED: RwLock<Option<Asked>> = RwLock::new(None);
 static COUNTS: Mutex<BTreeMap<&'static str, u64>> = Mutex::new(BTreeMap::new());
 
-/// Counts this call if the program has given a function to ask, which says that this thread holds a lock.
+/// Counts this call if the program has given a function to ask, and that function says that this thread holds a lock.
 pub(crate) fn ask(name: &'static str) {
     let asked = *ASKED.read().unwrap_or_else(PoisonError::into_inner);
     if asked.is_some_and(|holds| holds()) {

@@ -138,7 +138,7 @@ fn the_pools_memory_has_rules_of_its_own() {
 
 #[test]
 fn a_pair_without_access_copies_all_the_same() {
-    // Behind `Driver::new`, which waits until no other test uses the driver.
+    // First of all, as it waits until no other test uses the driver: only then may the devices' access be changed.
     let driver = Driver::new(2);
     ok!(allstream_test_cuda_set_peers(0, 1, false));
     let mut can = 1;

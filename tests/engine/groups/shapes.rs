@@ -162,7 +162,7 @@ fn backends_say_what_is_there_and_why_not() {
     for status in &all {
         match status.backend {
             Backend::Link(_) => assert_eq!(status.available, Ok(())),
-            // Available with a GPU, or with the driver for tests, which lies where cargo lets libraries be found.
+            // Available with a GPU, or with the driver for tests: cargo puts it where it has the tests look for libraries.
             Backend::Cuda if status.available.is_ok() => {}
             // Available with NCCL, which needs no GPU to be found.
             Backend::Nccl if status.available.is_ok() => {}

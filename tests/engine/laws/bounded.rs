@@ -130,7 +130,8 @@ fn law_10_staging_has_a_cap_whatever_the_number_of_communicators() {
     const COMMS: usize = 6;
     /// Bytes of a rank's slots: 32 of 128 KB.
     const CAP: u64 = 32 * (128 << 10);
-    // The first page, and for each communicator the rings of two channels (the devices' is not used), each of at most 4,352 bytes per peer.
+    // The first page, and for each communicator the rings of two channels (the third one, for devices, is not used): at most 4,352 bytes for
+    // each channel and peer.
     const BESIDE: u64 = 4096 + (1 + COMMS as u64) * (2 * RANKS as u64 * 4352 + 4096);
     let before: Vec<_> = staged(&[]).into_iter().map(|(ino, _)| ino).collect();
     let comms = within(LIMIT, || world(RANKS, Link::Shm));

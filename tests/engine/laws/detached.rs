@@ -116,7 +116,7 @@ fn law_2_works_dropped_at_random_polls_disturb_nobody() {
     assert!(dropped >= 200);
 }
 
-/// Each rank in turn lets go of one call of each collective; the others' results are whole, and every buffer is freed.
+/// In each round one rank lets go of its calls, of nine kinds; the others' results are whole, and every buffer is freed.
 #[test]
 fn law_2_any_collective_may_be_let_go() {
     for link in LINKS {

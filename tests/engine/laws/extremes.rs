@@ -141,7 +141,7 @@ unsafe impl HostMemory for Wide {
     }
 }
 
-/// Calls everything that takes a count or a rank with `count`, on rank 0, the root, or on rank 1 of two.
+/// Passes `count` to every call that takes a count or a rank. Only one rank of two makes each call: rank 0, as the root, or rank 1.
 fn counts_of<T: Element>(comms: &mut [Comm], count: usize) {
     let none = Vec::<T>::new;
     let one = || vec![T::default(); 1];

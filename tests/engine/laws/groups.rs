@@ -37,7 +37,7 @@ fn groups_split_by_color_and_order_by_key() {
                 assert_eq!(b.wait().unwrap(), vec![members.iter().sum::<usize>() as u32; len]);
                 assert_eq!(a.wait().unwrap(), vec![5u32; len]);
             }
-            // A child's abort leaves its parent and its siblings alone.
+            // A group's abort harms neither its parent nor the groups that were made from it.
             comm.barrier().wait().unwrap();
             if rank == 1 {
                 half.abort("planted");

@@ -89,7 +89,7 @@ fn keys_are_compared_in_every_kind_of_call() {
         },
     ];
     for (i, call) in calls.into_iter().enumerate() {
-        // Pairs of keys that differ, some in one 32-bit half only.
+        // Pairs of keys that differ in one 32-bit half only, the lower or the upper.
         for keys in [[7, 8], [0, 7], [7, 7 + (1 << 32)], [1 << 32, 1 << 33]] {
             threads(within(LIMIT, || world(2, Link::Local)), move |mut comm| {
                 let key = keys[comm.rank()];

@@ -13,7 +13,7 @@ pub const SMALL: u32 = 9;
 /// How hard results are compressed: they are written anew after every step.
 pub const QUICK: u32 = 0;
 
-/// A file that goes into an archive, and what of it does.
+/// A file in an archive, with what the archive keeps of it.
 #[derive(Debug)]
 pub struct Entry {
     /// Its path in the archive.

@@ -38,7 +38,7 @@ pub struct Machine {
     pub python: Python,
     /// NCCL's library: the pack's own, or the one of the machine.
     pub nccl: Option<PathBuf>,
-    /// The pack is the one that brings NCCL along: its own short list of steps.
+    /// The pack is the one that brings NCCL along. That pack has a short list of steps of its own.
     pub brings_nccl: bool,
     /// NVIDIA's tools, where they are.
     pub ncu: Option<String>,
@@ -92,7 +92,7 @@ fn first(programs: &[&str]) -> Option<String> {
 }
 
 impl Machine {
-    /// Looks around. The environment is as the steps will have it: `library` stands for the variable that named a driver.
+    /// Looks around. `library` is the driver that `ALLSTREAM_CUDA_LIBRARY` named; the variable itself was taken out of the environment.
     pub fn find(pack: &Path, library: Option<PathBuf>) -> Result<Machine, Unfit> {
         let held = (0..8).filter_map(|n| File::open(format!("/dev/nvidia{n}")).ok()).collect();
         let program = pack.join("bin/allstream");

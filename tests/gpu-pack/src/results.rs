@@ -63,7 +63,7 @@ pub struct Results {
 
 #[derive(Serialize)]
 struct File<'a> {
-    /// Whether these are figures of a device; else why not.
+    /// Whether these are figures of a device; if not, `mark` says why.
     measured_on_device: bool,
     mark: &'a Option<String>,
     cuda: &'a str,
@@ -163,8 +163,8 @@ impl Results {
     }
 }
 
-/// Cuts long files, and all of them to so many bytes together. What is most needed is what is kept: of the summaries and tables
-/// nothing is cut as long as there is room, and of logs the ends.
+/// Cuts each long log, stack file and trace to its beginning and its end, and all files to so many bytes together: the room goes first to
+/// summaries and tables, which are otherwise not cut, then to logs, stacks and traces, in this order.
 fn bound(entries: &mut Vec<Entry>, most: usize) {
     let weight = |entry: &Entry| match entry.name.split('/').next() {
         Some("logs") => 1,

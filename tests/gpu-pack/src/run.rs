@@ -32,8 +32,9 @@ impl Wanted {
     }
 }
 
-/// Seconds that a step must have to be worth beginning, and that are left at the end for what has to be written down.
+/// With less time than this, a step is not begun.
 const LEAST: Duration = Duration::from_secs(5);
+/// So much time is left at the end, for what has to be written down.
 const RESERVE: Duration = Duration::from_secs(5);
 /// So many lines of the log of a step that failed are shown at once.
 const SHOWN: usize = 25;

@@ -14,7 +14,7 @@ fn inputs(shape: &[usize]) -> Vec<Tensor> {
     (0..RANKS).map(|r| numbers(r, shape)).collect()
 }
 
-/// The weights of the elements of rank r's result in its loss: other ones for every rank.
+/// The factors by which rank r's loss weighs the elements of its result; they differ between ranks.
 fn weights(r: usize, shape: &[usize]) -> Tensor {
     numbers(50 + r, shape)
 }

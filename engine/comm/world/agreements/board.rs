@@ -153,7 +153,7 @@ impl Board {
             }
             self.lost.insert(rank, how);
             new.push(rank);
-            // Each member gets a goodbye itself. Another loss may be known to this member alone, whose connection has ended.
+            // Each member gets a goodbye itself. Of any other loss this member alone may know, from the end of its own connection.
             told |= how != Lost::Left;
         }
         if new.is_empty() {

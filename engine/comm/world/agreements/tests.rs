@@ -294,7 +294,7 @@ fn three_members_agree_whoever_dies_whenever() {
     }
 }
 
-/// It takes a fourth member for one to wait for a coordinator that has heard the verdict from another one.
+/// Only with four members can one wait for a new coordinator while that one hears the verdict from a third.
 #[test]
 fn four_members_agree_where_the_coordinator_dies_while_it_tells_them() {
     let mut net = Net::new(vec![vec![true]; 4], Budget { crashes: 1, ..NONE }, true);

@@ -37,12 +37,12 @@ def test_callbacks_wait_for_what_they_call_and_for_what_others_call(torch_job):
         time.sleep(0.3 * rank)
         deep = call(1).then(lambda f: call(f.value()[0][0]).then(lambda f: call(f.value()[0][0]).wait()).wait())
         print(deep.wait()[0].tolist())
-        # What was called before, behind it.
+        # The first call's callback waits for the second call, which was made before the callback runs.
         time.sleep(0.3 * rank)
         first, second = call(1), call(10)
         late = first.then(lambda f: (f.value()[0] + second.wait()[0]).tolist())
         print(late.wait())
-        # Callbacks come in the order of the calls. Rank 1 calls when rank 0 has asked for all of its own.
+        # Callbacks come in the order of the calls. Rank 1 calls only when rank 0 has made all its calls and attached all its callbacks.
         order = []
         if rank == 1:
             dist.recv(torch.zeros(1), 0)

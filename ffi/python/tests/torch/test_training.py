@@ -1,4 +1,4 @@
-"""Training with DistributedDataParallel, FSDP and DTensor gives the same weights as with Gloo. And two examples run."""
+"""Training with DistributedDataParallel and FSDP gives the same weights as with Gloo, and DTensor the same products. And two examples run."""
 
 import os
 import subprocess

@@ -1,5 +1,5 @@
-//! The functions that a program calls. They carry the names and signatures of the real library, whose manual pages document them; the comments here
-//! explain only what differs from those.
+//! The functions that a program calls. All but those in [`knobs`] carry the names and signatures of the real library, whose manual pages
+//! document them; the comments here explain only what differs from those.
 
 mod completion;
 mod device;
