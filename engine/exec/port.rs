@@ -234,7 +234,8 @@ impl Port {
         Ok(any)
     }
 
-    /// Whether every posted frame has left this process's own memory, and peers know what this rank has released.
+    /// Whether every posted frame has left this process's own memory, and peers have been told of each release that an operation of theirs waits
+    /// for.
     pub(crate) fn is_flushed(&mut self) -> bool {
         let is_flushed = |p: &mut Peer| {
             p.tx.as_mut().is_none_or(|tx| tx.is_flushed()) && p.rx.as_mut().is_none_or(|rx| rx.is_flushed())

@@ -335,7 +335,8 @@ pub(crate) trait LinkRx: Send {
     /// Ends reading for good: this end uses nothing of the link any more, and the sender has all its memory back.
     fn hang_up(&mut self) {}
 
-    /// Whether the sender has got all that this end tells it by itself, such as that frames are released.
+    /// Whether the sender has been told of each release that an operation of its waits for, and no break is left that
+    /// [`LinkRx::take_break`] has not returned.
     fn is_flushed(&mut self) -> bool {
         true
     }
@@ -379,7 +380,7 @@ pub(crate) trait LinkRx: Send {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Frame {
     pub(crate) header: Header,
-    /// The first byte that is not released yet.
+    /// The first byte that is not released yet; null if none of the rest is in memory.
     pub(crate) data: *const u8,
     /// How many bytes can be read from there now.
     pub(crate) ready: usize,

@@ -228,12 +228,12 @@ impl Card {
     }
 }
 
-/// How many READs a device carries out at once on a queue pair, and at most as many as a link makes.
+/// How many READs may be under way at once on a queue pair: what the device can do, but no more than a link makes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Reads {
-    /// Those of peers. 0 for a device without memory windows of type 2B: nothing is offered to a peer.
+    /// READs of the peer that this device answers. 0 for a device without memory windows of type 2B, which offers nothing to a peer.
     pub(super) answered: u8,
-    /// Its own.
+    /// READs that this device makes.
     pub(super) asked: u8,
 }
 
@@ -307,7 +307,7 @@ fn most_requests(limits: &IbvDeviceAttr, max_message: u32) -> Result<u32, String
 }
 
 /// On a kernel before 5.12, has libibverbs keep registered memory out of forked children, as a fork would otherwise move that memory. Returns whether
-/// forked children have their copies of it.
+/// forked children keep their copies of it (`false`: libibverbs hides it from them).
 fn survive_forks(verbs: &Verbs) -> Result<bool, String> {
     let system = rustix::system::uname();
     let release = system.release().to_string_lossy();

@@ -230,7 +230,8 @@ impl Registered {
         }
         let Some(handle) = self.handle.take() else { return false };
         // SAFETY: `register` made the handle, which is given back only here. No queue pair has a request left that names the memory: of a link's memory
-        // its owner has made sure (`QueuePair::destroy`), and a user's buffer is given back only after its operations are over, or their leases.
+        // its owner has made sure (`QueuePair::destroy`), and a user's buffer is given back only after its operations are over, or their leases, or
+        // with the card, which every link keeps.
         if let Err(error) = unsafe { self.domain.verbs.dereg_mr(handle.as_ptr()) } {
             // The device may still use the memory, so it stays mapped for good.
             tracing::error!("{} bytes stay registered with a network card: {error}", self.bytes);

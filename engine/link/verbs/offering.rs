@@ -14,7 +14,10 @@ use crate::link::{Header, Posted, SLOT};
 impl Sending {
     /// The receiver has released these frames. Ends the peer's right to read the payloads of those that were offered.
     pub(super) fn end_offers_of(&mut self, frames: Range<u64>) {
-        let Some(offering) = self.offering.as_ref().filter(|_| !self.is_over()) else { return };
+        let Some(offering) = self.offering.as_ref().filter(|offering| offering.has_bound()) else { return };
+        if self.is_over() {
+            return;
+        }
         let keys = frames.filter_map(|frame| Some((frame + 1, offering.key(frame)?)));
         if let Err(error) = self.pair.post_invalidates(keys) {
             self.lose(error);
@@ -79,7 +82,7 @@ impl Sending {
         Ok(Posted::Held)
     }
 
-    /// A window that is not bound. Once the device has refused to make one, nothing more is offered.
+    /// A window that is not bound. Once the device has refused to make one, only the windows that exist are used.
     fn window(&mut self) -> Option<Window> {
         let window = self.offering.as_mut()?.take(|| Window::new(self.card.domain()))?;
         window

@@ -2,8 +2,9 @@
 //!
 //! The sender offers a frame if the payload lies in a registered buffer (`blocks.rs`) and the receiver only copies it. It binds a window to the payload,
 //! and writes to the frame's cell an [`Offer`]: the frame's header, the payload's address, and the window's key. Both ends count the frame as any
-//! large frame, with a slot: to that the receiver READs what it cannot READ to its place. When it has released the frame it says so,
-//! though not before READs to operations' memory that it has asked for are over, and then the sender invalidates the key. Only after that is the payload's memory free.
+//! large frame, so the frame has a slot: the receiver READs the payload to the slot if it cannot READ it to its place. Once the receiver has released
+//! the frame it says so; the note may wait for READs to operations' memory, unless half of the cells or slots are due. The sender then invalidates the
+//! key, and only after that is the payload's memory free.
 
 use std::collections::VecDeque;
 
@@ -63,10 +64,12 @@ pub(super) struct Offering {
     is_refused: bool,
     /// The windows of offered frames, each at the frame's number modulo [`CELLS`].
     bound: [Option<Window>; CELLS as usize],
+    /// How many of these there are.
+    count: u32,
 }
 
 impl Offering {
-    /// A window that is not bound; `make` makes one if there is none. `None`: `make` has failed before.
+    /// A window that is not bound; `make` makes one if there is none. `None`: all are bound, and the device makes no more.
     pub(super) fn take<E>(&mut self, make: impl FnOnce() -> Result<Window, E>) -> Option<Result<Window, E>> {
         if let Some(window) = self.free.pop() {
             return Some(Ok(window));
@@ -84,6 +87,12 @@ impl Offering {
     /// A window that [`take`](Offering::take) gave is bound to the payload of a frame.
     pub(super) fn bind(&mut self, frame: u64, window: Window) {
         self.bound[(frame % CELLS) as usize] = Some(window);
+        self.count += 1;
+    }
+
+    /// Whether any frame is offered.
+    pub(super) fn has_bound(&self) -> bool {
+        self.count > 0
     }
 
     /// The key of a frame's window, if the frame is offered.
@@ -91,12 +100,12 @@ impl Offering {
         self.bound[(frame % CELLS) as usize].as_ref().map(Window::key)
     }
 
-    /// The key of a frame's window is not valid any more. `false`: the frame is not offered.
-    pub(super) fn is_over(&mut self, frame: u64) -> bool {
-        let window = self.bound[(frame % CELLS) as usize].take();
-        let was_bound = window.is_some();
-        self.free.extend(window);
-        was_bound
+    /// The key of a frame's window is not valid any more, if the frame is offered.
+    pub(super) fn is_over(&mut self, frame: u64) {
+        if let Some(window) = self.bound[(frame % CELLS) as usize].take() {
+            self.free.push(window);
+            self.count -= 1;
+        }
     }
 
     /// Gives back the window of a frame, so that the peer cannot read the payload any more. `false`: the frame is not offered, or the device keeps the
@@ -106,6 +115,7 @@ impl Offering {
         let ended = bound.as_mut().is_some_and(Window::end);
         if ended {
             *bound = None;
+            self.count -= 1;
         }
         ended
     }
@@ -228,5 +238,70 @@ impl Taking {
         while self.under_way() > 0 {
             self.has_read(false);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::types::Signature;
+
+    fn header(offset: u64, len: u32) -> Header {
+        Header { comm: 7, op: 3, offset, len, message: 1, signature: Signature::default() }
+    }
+
+    fn offer(offset: u64, len: u32) -> Offer {
+        Offer { header: header(offset, len), at: 0x7f00_0000_1000, key: 0x1234 }
+    }
+
+    proptest! {
+        #[test]
+        fn an_offer_survives_the_wire_and_what_no_sender_says_is_refused(len in 0u32..=SLOT as u32 + 1, at: u64, key: u32, last: u8) {
+            let said = Offer { header: header(5, len), at, key };
+            let mut bytes = said.encode();
+            bytes[Offer::BYTES - 1] = last;
+            let is_possible = len > INLINE as u32 && len <= SLOT as u32 && at.checked_add(len.into()).is_some() && last == 0;
+            match Offer::decode(&bytes) {
+                Ok(read) => prop_assert!(is_possible && read == said),
+                Err(problem) => prop_assert!(!is_possible && !problem.is_empty()),
+            }
+        }
+    }
+
+    #[test]
+    fn a_frame_follows_another_of_its_message_whose_elements_it_continues() {
+        let taken = |offer| Taken { offer, done: 0, stage: Stage::Idle };
+        let first = taken(offer(100, 4000));
+        assert!(taken(offer(1100, 8)).follows(&first, 4) && taken(offer(4100, 8)).follows(&first, 1));
+        assert!(!taken(offer(1100, 8)).follows(&first, 8) && !taken(offer(100, 8)).follows(&first, 4));
+        let mut other = taken(offer(1100, 8));
+        other.offer.header.message = 2;
+        assert!(!other.follows(&first, 4));
+    }
+
+    #[test]
+    fn payloads_come_in_parts_and_reads_end_in_order() {
+        let mut taking = Taking::new();
+        taking.take(16, offer(0, 1000));
+        taking.take(17, offer(1000, 1000));
+        let stage = |taking: &Taking, frame| taking.get(frame).unwrap().stage;
+        taking.reads(16, To::Place(64), 600);
+        taking.reads(17, To::Slot, 1000);
+        assert!(taking.writes() && taking.under_way() == 2);
+        taking.has_read(true);
+        assert_eq!((stage(&taking, 16), taking.writes()), (Stage::Here(To::Place(64), 600), false));
+        // The rest of the payload is READ once there is room for it.
+        assert!(!taking.release(16, 600));
+        assert_eq!((stage(&taking, 16), taking.get(16).unwrap().left()), (Stage::Idle, 400));
+        taking.has_read(true);
+        assert!(!taking.release(17, 300));
+        assert_eq!(stage(&taking, 17), Stage::Here(To::Slot, 700));
+        taking.reads(16, To::Place(664), 400);
+        // The queue pair is gone.
+        taking.end();
+        assert_eq!((stage(&taking, 16), taking.under_way()), (Stage::Failed, 0));
+        assert!(taking.release(17, 700) && taking.get(17).is_none());
     }
 }

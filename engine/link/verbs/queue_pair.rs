@@ -289,18 +289,25 @@ impl QueuePair {
 
     /// Posts so many receive requests, at most as many as there ever are. Each takes one number that the other end sends, and no bytes.
     pub(super) fn post_receives(&mut self, count: usize) -> Result<(), VerbsError> {
-        let nothing =
+        const ONE: IbvRecvWr =
             IbvRecvWr { wr_id: RECEIVED, next: ptr::null_mut(), sg_list: ptr::null_mut(), num_sge: 0 };
-        let mut requests = [nothing; super::RECEIVES as usize];
-        let requests = &mut requests[..count.min(super::RECEIVES as usize)];
+        let (mut one, mut all);
+        let requests: &mut [IbvRecvWr] = match count {
+            0 => return Ok(()),
+            1 => {
+                one = [ONE];
+                &mut one
+            }
+            count => {
+                all = [ONE; super::RECEIVES as usize];
+                &mut all[..count.min(super::RECEIVES as usize)]
+            }
+        };
         self.exists("ibv_post_recv")?;
         let mut next = ptr::null_mut();
         for request in requests.iter_mut().rev() {
             request.next = next;
             next = &raw mut *request;
-        }
-        if next.is_null() {
-            return Ok(());
         }
         // SAFETY: the pair exists; the requests of the list live until the call returns, and name no memory.
         unsafe { self.verbs().post_recv(self.pair, next) }
@@ -320,7 +327,7 @@ impl QueuePair {
     ///
     /// # Safety
     /// As for [`post_write`](Self::post_write). The window exists, and is not bound. The registration exists, and the memory is valid for reads, until the
-    /// completion of a later [`post_invalidate`](Self::post_invalidate) of the key was seen, or the window was given back.
+    /// completion of a later [`post_invalidates`](Self::post_invalidates) of the key was seen, or the window was given back.
     pub(super) unsafe fn post_bound_write(
         &mut self,
         bind: Option<Bind>,

@@ -75,7 +75,7 @@ impl Receiving {
         }
         // What was added is counted as under way, so it is posted whatever the later frames are. SAFETY: all READs are of `read_to_slot`. A slot is
         // registered for writes and as large as any payload. It is the frame's until the frame is released, which is after the completion, and the
-        // area stays until the queue pair is destroyed.
+        // area stays until the queue pair is destroyed. (A faulty peer may write to a slot, too, which changes only what is copied.)
         let posted = unsafe { self.post(reads) };
         added.and(posted)
     }
@@ -105,6 +105,9 @@ impl Receiving {
     /// # Safety
     /// As for [`QueuePair::post_reads`](super::queue_pair::QueuePair::post_reads).
     unsafe fn post(&mut self, mut reads: Reads) -> Result<(), Error> {
+        if reads.count == 0 {
+            return Ok(());
+        }
         // SAFETY: the caller's promise.
         match unsafe { self.pair.post_reads(&mut reads.list[..reads.count]) } {
             Ok(()) => Ok(()),

@@ -46,7 +46,7 @@ pub(super) struct VerbsRx {
     card: Arc<Card>,
     reactor: Arc<dyn Reactor>,
     state: State,
-    /// The oldest frame that was not released, once `peek` has returned it. Not of a frame that is offered.
+    /// The oldest frame that was not released, once `peek` has returned it. `None` while the oldest frame is an offered one.
     head: Option<Frame>,
     /// A frame was offered: the sender uses buffers from `Comm::alloc`.
     has_offers: bool,
@@ -184,7 +184,11 @@ impl LinkRx for VerbsRx {
 
     fn is_flushed(&mut self) -> bool {
         let State::Open(receiving) = &self.state else { return true };
-        receiving.lock().is_flushed()
+        let flushed = receiving.lock().is_flushed();
+        flushed.unwrap_or_else(|error| {
+            self.failed = Some(error);
+            true
+        })
     }
 
     fn revoke(&mut self) -> bool {
@@ -229,9 +233,11 @@ pub(super) struct Receiving {
     max_message: u32,
     /// Notes that the device has not sent yet.
     notes: u32,
+    /// How many of these there are up to the last one that tells of an offered frame, which the sender's operation waits for.
+    awaited: u32,
     peer_at: String,
     pub(super) is_broken: bool,
-    /// It broke because a call of the library failed: of what was to be posted, some may never complete.
+    /// A call of the library failed, so some READs that are counted as posted may never complete.
     pub(super) is_lost: bool,
     broke: Option<Break>,
 }
@@ -267,6 +273,7 @@ impl Receiving {
             first_packet,
             max_message,
             notes: 0,
+            awaited: 0,
             peer_at: super::place_of(&other),
             is_broken: false,
             is_lost: false,
@@ -318,6 +325,7 @@ impl Receiving {
             READ => return Ok(()),
             _ => {
                 self.notes = self.notes.saturating_sub(1);
+                self.awaited = self.awaited.saturating_sub(1);
                 return Ok(());
             }
         }
@@ -398,26 +406,30 @@ impl Receiving {
     fn tell(&mut self) {
         while self.notes < NOTES && !self.is_broken {
             let copied = self.large.as_mut().and_then(Assembly::tell).map(Note::Copied);
-            // While READs to an operation's memory are under way the note may wait: the operation comes back for them, and the sender's is not over.
-            let is_awaited = self.credits.is_awaited() && !self.taking.writes();
-            let released =
-                || (self.credits.owes() || is_awaited).then(|| Note::Released(self.credits.tell()));
+            // While the card READs to an operation's memory, a note of offered frames waits: that operation polls until the READs are over, and the
+            // sender's operation cannot end before.
+            let is_awaited = self.credits.is_awaited();
+            let is_due = self.credits.owes() || is_awaited && !self.taking.writes();
+            let released = || is_due.then(|| Note::Released(self.credits.tell()));
             let Some(note) = copied.or_else(released) else { return };
             match self.pair.post_number(0, note.encode()) {
-                Ok(()) => self.notes += 1,
+                Ok(()) => {
+                    self.notes += 1;
+                    self.awaited = if is_awaited { self.notes } else { self.awaited };
+                }
                 Err(error) => self.break_off(error.to_string()),
             }
         }
     }
 
-    /// Whether the sender has got all that its operations wait for: notes of offered frames. On a link without offers nothing is looked at, as on a
-    /// narrow link that would take pieces that nobody reads.
-    fn is_flushed(&mut self) -> bool {
-        if self.reads == 0 {
-            return true;
+    /// Whether the sender has got the notes that its operations wait for, those that release offered frames, and no break is left to be told. A link
+    /// without offers looks at nothing: looking would make a narrow link take pieces that nobody reads.
+    fn is_flushed(&mut self) -> Result<bool, Error> {
+        let waits = |receiving: &Receiving| receiving.awaited > 0 || receiving.credits.is_awaited();
+        if waits(self) {
+            self.look()?;
         }
-        let _ = self.look();
-        self.notes == 0 || self.is_broken
+        Ok(self.broke.is_none() && (self.is_broken || !waits(self)))
     }
 
     /// Returns, once, that the link broke. Also asks whether the device has reported a failure, after which completions may never come.

@@ -39,7 +39,7 @@ impl Window {
         (self.handle.map_or(std::ptr::null_mut(), NonNull::as_ptr), self.key)
     }
 
-    /// The request that binds the window was taken by the device. The library does not note the new key, which it must know at the next binding.
+    /// The request that binds the window was posted, or may have been. The library does not note the new key, and needs it at the next binding.
     pub(super) fn is_posted(&mut self) {
         if let Some(mut handle) = self.handle {
             // SAFETY: the window exists, and nobody else uses its structure now: requests that name it are posted under the link's lock.

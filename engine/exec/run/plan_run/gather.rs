@@ -173,7 +173,8 @@ impl<B: Backend> PlanRun<B> {
         }
     }
 
-    /// Whether step `i` is a copy whose payload is still in a socket: then it goes straight to where it belongs.
+    /// Whether step `i` is a copy whose payload is not in this rank's memory yet, but in a socket or still at the sender: then the link brings it
+    /// straight to its place.
     fn receives_itself(&self, t: Turn<'_, impl LinkUse>, i: usize, port: &mut Port) -> Result<bool, Error> {
         let step = &t.c.program().plan.steps[i];
         let ([Operand::Recv(from)], Some(_)) = (&step.operands[..], step.dst) else { return Ok(false) };
@@ -192,7 +193,7 @@ impl<B: Backend> PlanRun<B> {
         let step = &program.plan.steps[i];
         let ([Operand::Recv(from)], Some(dst)) = (&step.operands[..], step.dst) else { return Ok(false) };
         let Some(_) = self.expect(t, i, *from, (state.got / self.round, 0), port)? else { return Ok(false) };
-        // As much as one system call brings, not cut into slices: a copy has nothing to compute.
+        // As much as the link brings at once, not cut into slices: a copy has nothing to compute.
         let end = self.written_limit(program, i).min(self.portion_end(&state, state.got));
         let m = writable.min(end - state.got);
         let at = self.address(t.c.part, dst, &state, state.pos);

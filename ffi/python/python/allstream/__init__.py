@@ -98,7 +98,9 @@ def empty(shape, dtype="float32", *, comm=None):
     The memory belongs to the world of `comm` (default: the `Comm` that was made last), and the array may outlive that world. A `dtype` of torch
     gives a torch tensor; one of numpy, or its name, gives a numpy array. A rank has room for 4 GB of such memory at a time.
     """
-    comm = comm if comm is not None else _latest and _latest()
+    if comm is None:
+        # If the one that was made last is gone, any that lives will do.
+        comm = _latest and _latest() or next(iter(_comms), None)
     if comm is None:
         raise errors.Invalid("empty: this process is in no world yet; connect first, or name a comm")
     return comm.empty(shape, dtype)

@@ -142,7 +142,7 @@ def connect(*, address: Optional[str] = None, rank: Optional[int] = None, size: 
     Without arguments a launcher's environment says who this is (`allstream run`, torchrun, mpirun, srun); where there is none, it is
     a world of one rank. Else `address` is where rank 0 listens, as `"10.0.0.1:4242"`; `token` the secret that all ranks share (`b""` for none),
     `timeout` how many seconds ranks wait for each other, `heartbeat` after how many seconds of silence a rank is lost, `link` one of
-    `"auto"`, `"shm"`, `"tcp"`, `host_id` a label by which ranks count as on one host, `listener` the descriptor of a socket that
+    `"auto"`, `"inproc"`, `"shm"`, `"tcp"`, `"rdma"`, `host_id` a label by which ranks count as on one host, `listener` the descriptor of a socket that
     listens there already (of rank 0; it is duplicated).
     """
 

@@ -146,7 +146,9 @@ def test_calls_that_gloo_has_not(torch_job):
         dist.all_gather_into_tensor(whole, whole[2 * rank : 2 * rank + 2])
         assert whole.tolist() == [1.0, 1.0, 2.0, 2.0, 3.0, 3.0]
         dist.reduce_scatter_tensor(whole[2 * rank : 2 * rank + 2], whole)
-        assert whole[2 * rank : 2 * rank + 2].tolist() == [3.0 * (rank + 1)] * 2
+        scattered = [1.0, 1.0, 2.0, 2.0, 3.0, 3.0]
+        scattered[2 * rank : 2 * rank + 2] = [3.0 * (rank + 1)] * 2
+        assert whole.tolist() == scattered, "the other ranks' parts of the input stay"
         parameter = torch.nn.Parameter(torch.full((3,), float(rank)))
         dist.broadcast(parameter, 2)
         assert parameter.tolist() == [2.0] * 3

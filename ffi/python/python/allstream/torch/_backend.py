@@ -46,6 +46,14 @@ def _flat(memory, count):
     return memory.new_empty((count,))
 
 
+def _alike(name, tensors):
+    """The tensors, which must all have as many elements."""
+    counts = [tensor.numel() for tensor in tensors]
+    if any(count != counts[0] for count in counts):
+        raise ValueError(f"allstream: {name} takes tensors of one size, found {counts} elements")
+    return tensors
+
+
 def _all(tensors):
     """The tensors in a list, or in lists in a list."""
     return [inner for tensor in tensors for inner in _all(tensor)] if isinstance(tensors, (list, tuple)) else [tensors]
@@ -213,7 +221,7 @@ class AllstreamBackend(Backend):
         return self._collective(work, [output], back)
 
     def _is_own_part(self, part, whole):
-        """Whether `part` is this rank's part of the memory of `whole`, as in FSDP: then the call can be in place."""
+        """Whether `part` is this rank's part of the memory of `whole`, as in FSDP."""
         at = whole.data_ptr() + self.rank() * part.numel() * part.element_size()
         return part.numel() > 0 and part.data_ptr() == at and whole.numel() == self.size() * part.numel()
 
@@ -255,9 +263,11 @@ class AllstreamBackend(Backend):
     def reduce_scatter_single(self, output, input, opts):
         (own, _), (to, _, back), options = read(input, moved=False), written(output, moved=False), self._reduction(opts, output)
         if back is None and self._is_own_part(to, own):
-            work = self._on(own).reduce_scatter_in_place(own, **options)
-        else:
-            work = self._on(own).reduce_scatter(own, out=to, **options)
+            # In place, an algorithm may write to the other ranks' parts of the input, which torch's callers expect to stay as they are.
+            flat = _flat(own, to.numel())
+            work = self._on(own).reduce_scatter(own, out=flat, **options)
+            return self._collective(work, [output], lambda: unpack(flat, [(to, None, None)]))
+        work = self._on(own).reduce_scatter(own, out=to, **options)
         return self._collective(work, [output], back)
 
     @_shown("reduce_scatter")
@@ -282,7 +292,7 @@ class AllstreamBackend(Backend):
         (own, key), root = read(_one("gather", input_tensors)), opts.rootRank
         if self.rank() != root:
             return self._collective(self._on(own).gather(own, root, **keyed(key), timeout=self._seconds(opts)), [])
-        held = [written(output) for output in _one("gather", output_tensors)]
+        held = [written(output) for output in _alike("gather", _one("gather", output_tensors))]
         flat = _flat(own, own.numel() * self.size())
         work = self._on(own).gather(own, root, out=flat, **keyed(key), timeout=self._seconds(opts))
         return self._collective(work, output_tensors, lambda: unpack(flat, held))
@@ -291,7 +301,8 @@ class AllstreamBackend(Backend):
     def scatter(self, output_tensors, input_tensors, opts):
         output, root = _one("scatter", output_tensors), opts.rootRank
         to, key, back = written(output)
-        flat = pack([read(input) for input in _one("scatter", input_tensors)]) if self.rank() == root else None
+        inputs = _alike("scatter", _one("scatter", input_tensors)) if self.rank() == root else []
+        flat = pack([read(input) for input in inputs]) if self.rank() == root else None
         work = self._on(output).scatter(flat, root, out=to, **keyed(key), timeout=self._seconds(opts))
         return self._collective(work, output_tensors, back)
 
