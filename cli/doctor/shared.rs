@@ -73,7 +73,8 @@ pub(crate) struct Shared<const N: usize> {
 }
 
 impl<const N: usize> Shared<N> {
-    /// Registers the words here, and has the second process do the same. The inner error says which of the two could not, and why.
+    /// Registers the words here, and has the second process do the same. The inner error says why one of the two could not; if it is the second, the
+    /// error says so.
     pub(crate) fn new(gpu: &'static Gpu, second: &mut Second) -> Result<Result<Self, String>, Problem> {
         step("registering memory that two processes map");
         // The file has no name: the second process opens it through this process's directory in /proc, as long as this process lives.

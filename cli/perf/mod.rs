@@ -57,10 +57,11 @@ pub(crate) struct PerfArgs {
     #[arg(long, value_name = "SIZES", value_delimiter = ',', value_parser = size,
           conflicts_with_all = ["minbytes", "maxbytes", "stepfactor", "stepbytes"])]
     sizes: Vec<u64>,
-    /// Timed operations of each size and form (default: by size, 5 to 2000; with --device by their time, 5 to 500)
+    /// Timed operations of each size and form (default: by size, 5 to 2000; with --device by their time, 5 to 500; with
+    /// --join by size, 25 to 5000)
     #[arg(short = 'n', long, value_name = "N")]
     iters: Option<NonZeroUsize>,
-    /// Untimed operations before (default: two rounds)
+    /// Untimed operations before (default: two rounds; with --join one)
     #[arg(short = 'w', long, value_name = "N")]
     warmup_iters: Option<usize>,
     /// Compare the results with an oracle: 1, or 0
@@ -88,7 +89,7 @@ pub(crate) struct PerfArgs {
     #[arg(long)]
     threads: bool,
     /// What each process that is started is bound to, of the cores here (default: `core`, where ranks do not outnumber
-    /// cores, as mpirun does; else `none`). Under a launcher that is the launcher's: `allstream run --bind-to core`
+    /// cores; else `none`). Under a launcher that is the launcher's: `allstream run --bind-to core`
     #[arg(long, value_enum, value_name = "WHAT", conflicts_with = "threads")]
     bind_to: Option<Bind>,
     /// Links between ranks, by class, or the nearest (auto); several, one job each, as shm,tcp

@@ -34,7 +34,7 @@ async fn close(handle: Arc<Handle>) -> Result<(), Error> {
     let endpoint = handle.endpoint.clone();
     let calls = endpoint.submitted.close();
     let world = handle.membership.world.clone();
-    // Each check drives the endpoint, so kernels, users' functions and wakers run in this task. Only the clock runs on another thread.
+    // `is_quiet` drives the endpoint, so kernels, users' functions and wakers run in this task. Only the clock runs on another thread.
     let mut ticks = Ticks::new(&world.runtime, LOOK)?;
     while endpoint.health.cause().is_none() && !endpoint.is_quiet() {
         ticks.next().await?;

@@ -236,7 +236,8 @@ impl OnDevice {
         })
     }
 
-    /// Makes another stream wait for the operation's, unless the wait could hold up, in a hardware queue, what the operation still puts on streams: then returns `false`.
+    /// Makes another stream wait for the operation's stream. If the wait could hold up, in a hardware queue, what the operation still
+    /// puts on streams, makes it wait for nothing and returns `false`.
     fn put_wait_on(&self, stream: &DeviceStream) -> Result<bool, Error> {
         // The operation's stream may itself wait for work that is on no stream yet; then `stream`, behind it, waits for that, too.
         let is_early = !self.device.is_enqueued();

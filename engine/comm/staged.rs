@@ -42,7 +42,7 @@ impl Call<'_> {
             }
             Some(Start::Failed(error)) => Err(error.clone()),
             Some(Start::Device(event)) => {
-                // A wait for what is outside a capture would break the capture that a refusal leaves whole.
+                // A captured stream that waits for something outside the capture breaks the capture. A refusal leaves it whole.
                 places.clone().try_for_each(|place| refused_in_capture(&place.stream(), call))?;
                 for place in places {
                     place.stream().wait_event(event)?;
@@ -214,7 +214,7 @@ fn check_device(call: &str, stream: &DeviceStream, ours: &Device) -> Result<(), 
     Err(Error::invalid(call, format!("a buffer is on {device:?}, and this rank is bound to {ours:?}")))
 }
 
-/// Where those of the buffers are that lie on devices.
+/// The memory of each buffer that is on a device.
 fn places(memory: &[Memory]) -> impl Iterator<Item = &DeviceMemory> + Clone {
     memory
         .iter()

@@ -77,11 +77,11 @@ pub(crate) trait Lane: Send {
 pub(crate) enum Passed {
     /// The operation is not complete yet. The value says whether anything moved in this pass.
     Going(bool),
-    /// All parts are done, and the same parts are to run once more (as the barrier of an operation that a library takes on a device).
+    /// All parts are done, and the same parts are to run once more: for example, the barrier of an operation that a library takes on a device.
     Again,
     /// All parts are done. What the carrier may still have to do is to copy results back ([`Carrier::copies_back`]).
     Complete,
-    /// All of the operation has been put on a device's stream. The operation is over when [`Carrier::is_over`] says so.
+    /// All of the operation has been put on a device's stream. The operation is over when [`OnStream::is_over`] says so.
     OnStream,
 }
 
@@ -109,7 +109,7 @@ pub(crate) trait Carrier: Send + Sync {
     /// The operation is submitted now. The caller holds the lock of the endpoint's table.
     fn submitted(&self, _: &Submission<'_>) {}
 
-    /// How far the operation may go when it begins: as far as its memory is there by then.
+    /// How far the operation may go when it begins: up to where its memory has come by then.
     fn reach(&self) -> Reach {
         ALL
     }
@@ -188,7 +188,7 @@ pub(crate) trait OnStream {
     /// Whether those streams have come to the operation's end.
     fn is_over(&self) -> Result<bool, Error>;
 
-    /// Has `then` called if the stream never comes to the operation's end, or has come there and no word says so.
+    /// Has `then` called if the stream fails before the operation's end, or has come to that end though no word in memory says so.
     fn tell(&self, then: Box<dyn FnOnce() + Send>);
 
     /// Whether this rank's own inputs are there. The time limit of an operation that is on a stream counts from then.

@@ -130,7 +130,7 @@ pub(crate) struct EndpointConfig {
     pub(crate) crowded: bool,
     /// About this many bytes are put into other staging slots before a staging slot is filled again.
     pub(crate) turned: usize,
-    /// Results of at least this many bytes are written past the caches.
+    /// Results of at least this many bytes (in place: of twice as many) are written past the caches.
     pub(crate) streams_from: usize,
 }
 

@@ -38,8 +38,8 @@ pub(crate) fn inherited_listener(fd: RawFd) -> Result<TcpListener, String> {
     // SAFETY: `borrow_raw` wants a descriptor other than -1 (checked above) that stays open while the
     // borrow lives. The launcher opened it for this process and named its number in ALLSTREAM_RENDEZVOUS_FD; nothing
     // else in this process knows the number, and no other code here closes it. The borrow ends with this function, which
-    // only duplicates it: a number that is not open gives EBADF, one that is no listening socket is
-    // refused below, and either way nothing is read, written or closed through it.
+    // only duplicates it and has it closed on exec: a number that is not open gives EBADF, one that is no listening
+    // socket is refused below, and either way nothing is read, written or closed through it.
     let borrowed = unsafe { BorrowedFd::borrow_raw(fd) };
     let copy = fcntl_dupfd_cloexec(borrowed, 3).map_err(|e| problem(&format!("cannot be used ({e})")))?;
     if !rustix::net::sockopt::socket_acceptconn(&copy).unwrap_or(false) {

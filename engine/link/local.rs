@@ -1,7 +1,7 @@
 //! Links between ranks of one host: a ring of descriptors in the sender's region; the payload is lent.
 //!
-//! In one process the descriptor names the sender's own memory: the receiver reads it in place. Between processes
-//! it names a slot of the sender's region, or the payload lies in the cell itself.
+//! A short payload lies in the cell itself. Otherwise, in one process, the descriptor names the sender's own memory, which the receiver
+//! reads in place; between processes it names a slot, or a user's buffer, in the sender's region.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -79,7 +79,7 @@ impl Bell {
     }
 }
 
-/// A receiver in the same process holds this lock while it uses lent memory. A sender that gets the lock knows that the receiver does not.
+/// A receiver in the same process holds this lock while it uses lent memory. A sender that gets the lock knows that it is unused.
 pub(crate) type MemoryLock = Arc<EngineLock<()>>;
 
 /// Ranks of one process.
@@ -238,7 +238,7 @@ impl LinkTx for LocalTx {
 
     fn revoke(&mut self) -> bool {
         self.ring.memory().revoked().store(1, Ordering::SeqCst);
-        // A peer in another process reads only our region, which it keeps mapped itself. A peer in this process may be reading our
+        // A peer in another process touches only our region, which it keeps mapped itself. A peer in this process may be reading our
         // caller's buffer right now: it does so only under its memory lock, and looks at the flag after taking that lock.
         !kept(Wait::MemoryLock)
             || self.memory_lock.as_ref().is_none_or(|memory_lock| memory_lock.try_lock().is_some())

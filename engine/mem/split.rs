@@ -54,8 +54,8 @@ struct Whole<B> {
 /// ```
 ///
 /// # Errors
-/// [`Failed`] with the buffer (always `Some`) and [`Error::Invalid`]: there are no lengths, or they do not add up to
-/// the buffer's.
+/// [`Failed`] with the buffer (always `Some`) and [`Error::Invalid`]: there are no lengths, they do not add up to
+/// the buffer's, or the buffer is [`unfit`](HostMemory::unfit).
 pub fn split<B: HostMemory>(buf: B, lens: &[usize]) -> Result<Vec<View<B>>, Failed<B>> {
     match buf.unfit().map(str::to_owned).or_else(|| misfit(lens, buf.count())) {
         None => Ok(View::whole(buf).cut(lens)),
@@ -75,7 +75,8 @@ pub fn split<B: HostMemory>(buf: B, lens: &[usize]) -> Result<Vec<View<B>>, Fail
 /// ```
 ///
 /// # Errors
-/// [`Failed`] with the buffer (always `Some`) and [`Error::Invalid`]: `mid` lies beyond the end.
+/// [`Failed`] with the buffer (always `Some`) and [`Error::Invalid`]: `mid` lies beyond the end, or the buffer is
+/// [`unfit`](HostMemory::unfit).
 pub fn split_at<B: HostMemory>(buf: B, mid: usize) -> Result<[View<B>; 2], Failed<B>> {
     match buf.unfit().map(str::to_owned).or_else(|| beyond(mid, buf.count())) {
         None => Ok(View::whole(buf).halve(mid)),

@@ -2,19 +2,19 @@
 //!
 //! | file | what it is | who uses it |
 //! |---|---|---|
-//! | `faults.rs` | faults planted on purpose: broken plans, short queues, frames and results cut or written otherwise than usual | the product asks it at the places concerned; `tests/` plants them |
+//! | `faults.rs` | faults planted on purpose: broken plans, short queues, frames cut and results written in unusual ways | the product asks it at the places concerned; `tests/` plants them |
 //! | `pipe.rs` | a kind of links through pipes, chosen as `pipe`: an example of a link in one file | conformance; the table of kinds (`link/kinds.rs`) |
-//! | `late.rs` | a kind of links that writes to memory by itself, as a network card does, chosen as `late` | `tests/faults`; the table of kinds |
-//! | `virtual_link.rs` | links in virtual time, with delays that whoever tells the story draws | stories |
+//! | `late.rs` | a kind of links that writes to memory by itself, as a network card does, chosen as `late` | `tests/faults`; conformance; the table of kinds |
+//! | `virtual_link.rs` | links in virtual time, with delays that the story draws from its seed | stories |
 //! | `story/` | ranks that take turns on one thread, in virtual time; deaths at any moment | unit tests |
 //! | `slow.rs` | a library that takes collectives of the host's memory whole, slow and correct, and wrong where it is told to be | `tests/engine/whole.rs` |
 //! | `worker.rs` | a carrier of operations in one file: the host works on copies that threads make, and results come back later | `tests/engine/worker.rs` |
 //! | `fuzzing.rs` | every parser of bytes from outside, by the way they come in (feature `fuzzing`) | the targets in `fuzz/` |
 //!
-//! Nothing here is on a floor: it may know all of the engine. The product names it only where it is there, behind
-//! `cfg(any(test, feature = "testing"))`; without that cfg the compiler does not find it. The waits that can be taken away, and the
-//! points at which a rank can be stopped, are named by the product itself, in `link/waits.rs`, and planted from here; so are the locks
-//! under which no driver may be called, in `link/locks.rs`.
+//! Nothing here is on a floor (`xtask/src/house.rs`): it may know all of the engine. The product names it only behind
+//! `cfg(any(test, feature = "testing"))`; without that cfg the compiler does not find it. The product itself names the waits that can be
+//! taken away and the points at which a rank can be stopped, in `link/waits.rs`, and the locks under which no driver may be called, in
+//! `link/locks.rs`. Tests get at them through this module.
 
 #[cfg(any(test, feature = "testing"))]
 pub(crate) mod faults;

@@ -16,7 +16,7 @@ pub(crate) struct Step {
     /// The number of its first bucket's operation. The numbers of the other buckets' operations follow.
     pub(crate) first: u64,
     pub(crate) buckets: u64,
-    /// When the step before this one had ended: from then on the loop computed.
+    /// When the step before this one had ended or was joined (for the first: when the buckets were made). Then the loop computed.
     pub(crate) began: Instant,
     /// When the loop began to wait for all gradients, and when it had them.
     pub(crate) called: Instant,

@@ -277,8 +277,8 @@ fn load(path: &Path, named: bool) -> Result<Option<Table>, Error> {
     })
 }
 
-/// The table in use, and its path: the file that [`VARIABLE`] names, or else that of [`cached`]. `None`: there is no such file of
-/// [`cached`], or it cannot be read (which logs a warning), or the variable turns the table off.
+/// The table in use, and its path: the file that [`VARIABLE`] names, or else that of [`cached`]. `None`: the variable turns the table
+/// off, or names no file, and there is none at the path of [`cached`], or that one cannot be read (which logs a warning).
 ///
 /// # Errors
 /// [`Error::Invalid`] if the file that the variable names cannot be read.

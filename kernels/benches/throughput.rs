@@ -71,7 +71,7 @@ fn blocks(c: &mut Criterion) {
     for dtype in DType::ALL.into_iter().filter(|d| d.scales()) {
         let len = BLOCK / dtype.size();
         group.bench_function(format!("{dtype} scaled in place"), |b| {
-            // By -1, so that numbers stay what they are.
+            // By -1, so that numbers change only their sign.
             // SAFETY: a buffer of BLOCK bytes.
             b.iter(|| unsafe { scale(dtype, black_box(outs[0]), len, -1.0) });
         });

@@ -241,7 +241,7 @@ impl Program {
 
 /// Whether no step of any rank's plan has a hand, whichever ranks work in place. Then the plans come to their end ([`super::check`])
 /// also if each message is sent only when all its slices are there, and released only when all are taken. With a hand they might
-/// not: a step takes its next slice only when the hand is empty, while its peer may wait until both slices are released.
+/// not: a step takes its next slice only when the hand is empty, while its peer empties the hand only when all slices are there.
 pub fn goes_whole(kind: Kind, algo: Algo, shape: &Shape<'_>) -> bool {
     let handless = |rank: Rank, in_place: bool| {
         let plan = super::plan(kind, algo, &Shape { rank, in_place, ..*shape });

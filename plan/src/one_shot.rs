@@ -15,7 +15,7 @@ use crate::{Operand, Plan, Rank, Shape, Step};
 
 /// Every rank sends its input to all others, and all reduce in rank order, so all get the same bits.
 ///
-/// In place, the result overwrites what is being sent, so it waits in the hand until all receivers have released the input.
+/// In place, the result overwrites what is being sent, so it waits in the hand (`compile.rs`) until all receivers have released the input.
 pub(super) fn all_reduce(s: &Shape) -> Plan {
     s.split(1, vec![send(s.own(0), s.others()), reduction(s)])
 }

@@ -126,7 +126,7 @@ impl Shape<'_> {
         self.over(blocks_if(input), blocks_if(output), steps)
     }
 
-    /// The plan of a group of one: it copies the input if out of place, and finishes a reduction.
+    /// The plan of a group of one: it copies the input if out of place, and finishes a reduction; for an exscan it does nothing.
     pub(super) fn alone(&self, kind: Kind) -> Plan {
         let finish = finishes(kind);
         let step = Step { finish, ..keep(self.own(0), self.out(0)) };

@@ -24,7 +24,7 @@ use crate::values::mix;
 
 /// `mixed`: two hosts, for the algorithm that distinguishes hosts (`Algo::TwoLevel`).
 const LINKS: [&str; 4] = ["local", "shm", "tcp", "mixed"];
-/// By default, how many mutants are run on each link of each kind of mutation of an algorithm.
+/// By default, how many mutants are run on each link, for each collective, algorithm and kind of mutation.
 const SAMPLE: usize = 2;
 /// The same with `ALLSTREAM_TEST_FULL=1`. (`ALLSTREAM_TEST_FULL=all` runs all mutants.)
 const LARGE_SAMPLE: usize = 8;

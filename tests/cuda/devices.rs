@@ -36,8 +36,8 @@ fn devices_get_what_hosts_get() {
     });
 }
 
-/// Driver functions that binding and a collective on devices call. Left out: those that wait for words in memory or write them,
-/// and those that give something back (`faults.rs` tests the latter).
+/// Driver functions that [`program`] calls to bind, to copy and to reduce. Left out: those that wait for words in memory or write
+/// them, and those that give something back (`faults.rs` tests the latter).
 const CALLED: [&str; 19] = [
     "cuDevicePrimaryCtxRetain",
     "cuCtxGetStreamPriorityRange",

@@ -1,5 +1,5 @@
 //! Hazards that are too short to be met by chance: a copy that does not pass holds up a stream, or a rank is stopped at a point in
-//! the code, and the others go on meanwhile.
+//! the code, and the others go on meanwhile. The name before a test's colon is the wait (`testing::Wait`) without which that test fails.
 
 use std::future::Future;
 use std::sync::Barrier;

@@ -154,7 +154,7 @@ fn of_a_joined_step_that_fails_all_gradients_come_back() {
         ranks(2, |mut comm| {
             let stream = bound(&mut comm, 1);
             let (rank, shared) = (comm.rank(), comm.share());
-            // On the host, and in two buckets of the device.
+            // One bucket on the host, and two on the device.
             let layout =
                 [Param::of::<f32>(500).on_device(), Param::of::<f32>(3), Param::of::<f32>(700).on_device()];
             let options = Options::default().first_bucket_bytes(1).bucket_bytes(1);

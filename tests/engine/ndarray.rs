@@ -6,7 +6,7 @@ use ndarray::{Array1, Array2, Axis, Slice, arr2};
 
 use crate::laws::house::*;
 
-/// Two rows of three, and not one after another: transposed, and every second column of a larger matrix.
+/// The same matrix, two rows by three columns, in two layouts that are not standard: transposed, and every second column of a larger one.
 fn scattered() -> [Array2<f32>; 2] {
     let transposed = arr2(&[[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]).reversed_axes();
     let mut columns = Array2::from_shape_fn((2, 6), |(row, column)| (row * 3 + column / 2) as f32);

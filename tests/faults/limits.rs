@@ -91,7 +91,8 @@ fn a_rank_that_cannot_enter_the_world_is_named_to_all_with_the_limit() {
     }
 }
 
-/// Whatever number of descriptors is left (from 12 on: with fewer, the rank cannot tell anybody), and so whichever is the first to be missing.
+/// With different numbers of descriptors left, so that each time another one is the first that cannot be opened. With fewer than 12, the rank
+/// cannot tell anybody.
 #[test]
 fn a_rank_without_descriptors_is_told_of_to_all() {
     let _turn = among_others();

@@ -1,8 +1,8 @@
 //! Faults: ranks that die, stop, call different things, or wait for each other; and strangers that connect without being members.
 //!
 //! Where it matters, ranks are processes: this binary starts itself again, once per rank (`tests/support/faults.rs`).
-//! Every wait has a time limit. `ALLSTREAM_TEST_FULL=1` kills 16 ranks instead of 8, `all` 64; `ALLSTREAM_TEST_SEED`, set to
-//! the seed that an earlier run printed, kills at the same moments as that run.
+//! Every wait has a time limit. With `ALLSTREAM_TEST_FULL=1` more ranks are killed, in the all_reduce test of `kills` 16 instead of 8,
+//! and with `all` 64. `ALLSTREAM_TEST_SEED`, set to the seed that an earlier run printed, kills at the same moments as that run.
 
 mod aborts;
 mod cuts;

@@ -223,8 +223,8 @@ pub(crate) fn disagreements(n: usize, odd: usize, len: usize) -> Vec<(&'static s
     ] {
         field(name, plain(kind), Other::Plain { kind, len: len + 1, root: 0 });
     }
-    // Disagreements over counts: one with another sum, and one with the same counts in another order. Each rank's own buffer has the
-    // length that its own list of counts says.
+    // Disagreements over counts: another sum, the same counts in another order, and a call without counts. Each rank's own buffer has
+    // the length that its own list of counts says.
     let counts: Vec<usize> = (0..n).map(|r| len + r).collect();
     let more: Vec<usize> = counts.iter().enumerate().map(|(r, c)| c + usize::from(r == 0)).collect();
     let turned: Vec<usize> = counts.iter().rev().copied().collect();

@@ -272,7 +272,7 @@ fn threads_too_name_the_one_that_never_calls() {
     }
 }
 
-/// Rank 0 does not call. Rank 1 waits for rank 0, and is stopped until long after its own deadline.
+/// Rank 0 calls late. Rank 1 waits for rank 0, and is stopped until long after its own deadline, but woken before rank 0 calls.
 pub(crate) async fn wakes(me: Me) {
     let mut comm = me.connect().await;
     comm.barrier().await.unwrap();

@@ -23,8 +23,8 @@ pub const PATIENCE: Duration = Duration::from_secs(60);
 /// How soon a failure must be noticed.
 pub const SOON: Duration = Duration::from_secs(2);
 
-/// Links between the ranks of a job. `Rdma`: through the verbs library for tests, only between processes. `Mixed`: shared memory within each half of the
-/// ranks, TCP between the halves.
+/// Links between the ranks of a job. `Rdma`: through the verbs library for tests, only between processes. `Mixed`: shared memory within each half of
+/// the ranks, TCP between the halves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Link {
     Local,

@@ -25,7 +25,7 @@ pub(crate) fn told(root: &Path) -> Result<String, String> {
     Ok(text)
 }
 
-/// Builds the program and the launcher: where the program is.
+/// Builds the program and the launcher. Returns the path of the program.
 fn built(root: &Path) -> Result<PathBuf, String> {
     let mut launcher = Command::new(runner::cargo());
     output(launcher.args(["build", "--quiet", "--package", "allstream-cli"]).current_dir(root))?;

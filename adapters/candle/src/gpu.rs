@@ -134,7 +134,8 @@ pub(crate) fn to_buf(name: &str, tensor: &Tensor) -> Result<AnyBuf> {
     })
 }
 
-/// Makes a tensor of a buffer of floats that [`to_buf`] has made, with the shape and on the device of `like`. It takes the buffer over: nothing is copied.
+/// Makes a tensor of a buffer of floats that [`to_buf`] has made, with the shape and on the device of `like`. It takes the buffer over:
+/// nothing is copied.
 pub(crate) fn from_buf(name: &str, buf: AnyBuf, like: &Tensor) -> Result<Tensor> {
     let take_f32 =
         |buf: AnyBuf| buf.into_inner().map(|buf| CudaStorageSlice::F32(CudarcBuf::into_inner(buf)));

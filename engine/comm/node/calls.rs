@@ -39,9 +39,9 @@ macro_rules! collectives {
         $crate::comm::node::call::on_node! {
             $(
                 #[doc = concat!(
-                    "[`Comm::", stringify!($name), "`](crate::Comm::", stringify!($name), ") on all devices: `bufs` are what that \
-                     takes, for each device (of an input and an output a pair; counts that each rank gives of its own are a slice \
-                     by device), and what it gives comes back in the same shape."
+                    "[`Comm::", stringify!($name), "`](crate::Comm::", stringify!($name), ") on all devices: `bufs` has the buffers \
+                     of each device's call (an input and an output as a pair), and the results come back in the same shape. An argument \
+                     that each rank gives of its own is a slice with one entry for each device."
                 )]
                 ///
                 /// # Errors

@@ -34,11 +34,12 @@ use crate::link::ring::{CELLS, CLOSED, Consumer, Producer, RingMemory, publish};
 use crate::link::{Frame, Header, LinkRx, LinkTx, Loan, Place, Posted};
 use crate::types::{DType, Rank};
 
-/// Bytes of the card that a rank gives to each rank in another process: where its inbox for that rank is in its region, and the name of a piece of its memory.
+/// Bytes of the card that a rank gives to each rank in another process: where its inbox for that rank is in its region, and the name of a
+/// piece of its memory.
 pub(crate) const CARD: usize = 8 + NAME;
 
-/// This bit of a descriptor's `location` says that the frame is a loan. The other bits are then the loan's length in bytes, and the names of its input and
-/// output lie beside the descriptor. No offset in a block is as large as this bit.
+/// This bit of a descriptor's `location` says that the frame is a loan. The other bits are then the loan's length in bytes, and the names of
+/// its input and output lie beside the descriptor. No offset in a block is as large as this bit.
 const LOAN: u64 = 1 << 63;
 
 /// A ring's flag: the sender has taken back what it lent.
@@ -226,7 +227,8 @@ impl Far {
         self.peers.iter().flatten().all(|peer| peer.has_lent.load(Ordering::Acquire))
     }
 
-    /// For a communicator that has failed: whether a peer may still touch what it was given to read or to write, in the order of streams or out of it.
+    /// For a communicator that has failed: whether a peer may still touch what it was given to read or to write, even if our stream no longer
+    /// waits for it.
     pub(crate) fn may_be_touched(&self) -> bool {
         let touches = |peer: &Arc<FarPeer>| peer.is_given.load(Ordering::Acquire) && !peer.is_past();
         self.peers.iter().flatten().any(touches)
@@ -264,7 +266,7 @@ pub(crate) struct FarTx {
     peer: Arc<FarPeer>,
     /// The frames before this number are released, and our stream waits for the reader's stream where they had a payload.
     seen: u64,
-    /// Which frames in the ring have a payload. Nobody reads an empty frame, and no word counts it.
+    /// Which frames in the ring have a payload. No stream reads an empty frame, and none writes a word for it.
     full: [bool; CELLS as usize],
     /// How many frames the commands have posted so far.
     posted: Arc<AtomicU64>,

@@ -4,7 +4,7 @@ use parking_lot::Mutex;
 
 use crate::device::signal::Word;
 
-/// For how many operations a rank remembers what says that their inputs are there: for more than fit on its stream at a time.
+/// A rank remembers the [`Start`]s of so many operations: of more than fit on its stream at a time.
 const STARTS: usize = 2048;
 
 /// What a word that counts operations shows from this operation on. These numbers wrap, and are compared as numbers on a circle.

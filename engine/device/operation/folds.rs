@@ -17,8 +17,8 @@ pub(crate) struct Folds {
     pub(crate) are_one: bool,
     /// The same, and one launch may fold that part for all ranks, as they share a device.
     pub(crate) may_be_for_all: bool,
-    /// Peers wait for this rank's own stream before they read what it lends: the stream multiplies the input or makes copies first, or there are ranks in
-    /// other processes.
+    /// Peers wait for this rank's own stream before they read what it lends: the stream multiplies the input or makes copies first, or there
+    /// are ranks in other processes.
     pub(crate) own_work_is_lent: bool,
     /// The ranks that this rank lends its buffers to, and the ranks that lend theirs to this one: bit `r` stands for rank `r`.
     pub(super) lent_to: u64,

@@ -157,7 +157,8 @@ impl Endpoint {
         self.config.runtime.kick();
     }
 
-    /// A peer waits in collective `number`. Returns the number of this rank's last call; ends the communicator if the two ranks called different things.
+    /// A peer waits in collective `number`. Returns the number of this rank's last call; ends the communicator if the two ranks
+    /// called different things.
     pub(crate) fn asked(self: &Arc<Self>, peer: Rank, number: u64, theirs: Signature) -> Option<u64> {
         // Under one lock: a call made in between would neither see the question nor be counted in the answer.
         let (ours, calls) = {
@@ -180,7 +181,8 @@ impl Endpoint {
                 return None;
             }
             let found = run.port.leftover().or_else(|| run.device.as_mut()?.port().leftover());
-            // Peers in this process take back what they lent only while they have this lock. The closing thread may hold it itself, in user code.
+            // Peers in this process take back what they lent only while they have this lock. The closing thread may
+            // hold it already: a user's function, which runs in a pass of another communicator, may call `close`.
             let memory_lock = self.config.memory_lock.try_lock_for(LOCK);
             (found, memory_lock.and_then(|_lock| run.messages.leftover()))
         };

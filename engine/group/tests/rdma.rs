@@ -1,5 +1,5 @@
-//! Whether hosts are to talk by RDMA: what ranks say of themselves, and how all come to one choice. That messages get through is shown by tests of the
-//! command (`cli/tests`), with the verbs library for tests.
+//! Whether hosts are to talk by RDMA: what ranks say of themselves, and how all come to one choice. That messages get through is shown
+//! by tests of the command (`cli/tests`), with the verbs library for tests.
 
 use tokio::io::AsyncWriteExt;
 
@@ -103,8 +103,9 @@ async fn where_a_port_cannot_be_opened_all_ranks_take_tcp() {
     close_all(members).await;
 }
 
-/// A rank on a host of its own that says it has a port, registers, and connects to ranks 0 and 1, but does not say that it is connected to all. The value
-/// returned, when dropped, first closes the rank's connection to rank 0, whose end counts as the rank's death, and then its other connections.
+/// A rank on a host of its own that says it has a port, registers, and connects to ranks 0 and 1, but does not say that it is connected
+/// to all. Dropping the result first closes the connection by which the rank registered with rank 0: by its end rank 0 takes the rank for
+/// dead. It then closes the two connections between pairs of ranks.
 async fn not_connected_yet(at: SocketAddr) -> impl Sized {
     let nobody = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
     let rdma = Some(end("c", port("RoCE v2", 4096)));

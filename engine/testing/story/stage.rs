@@ -102,7 +102,7 @@ impl Stage {
         }
     }
 
-    /// One of the tasks that may go on, by the seed. Whether there was any.
+    /// Polls one of the woken tasks, chosen by the seed. Returns whether there was any.
     fn run_a_task(self: &Arc<Self>) -> bool {
         let ready = self.state.lock().ready.len();
         if ready == 0 {

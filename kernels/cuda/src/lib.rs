@@ -103,7 +103,7 @@ modules! {
 pub struct Kernel {
     /// Where it is.
     pub module: Module,
-    /// The bytes of what it counts as one element: less than the type's where bits are bits.
+    /// The bytes of what it counts as one element: for copies and bitwise operators often fewer than the type has.
     pub unit: u64,
     /// What its name is made of; the last may be empty.
     parts: [&'static str; 3],
@@ -119,7 +119,8 @@ impl Kernel {
 /// What a kernel is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Kind {
-    /// Folds two inputs: [`Combine<2>`](Combine). `None` for types of 8 bits, where [`Kind::Fold`] is as good.
+    /// Folds two inputs: [`Combine<2>`](Combine). No kernel for types of 8 bits, nor for bitwise operators on 16-bit integers: there
+    /// [`Kind::Fold`] is as good.
     FoldTwo(ReduceOp),
     /// Folds up to [`MAX_INS`] inputs: [`Combine<MAX_INS>`](Combine).
     Fold(ReduceOp),
@@ -250,8 +251,8 @@ impl Arguments {
     }
 }
 
-/// Threads of a block. Most kernels use 34 to 50 registers and none more than 70: five such blocks fit a multiprocessor,
-/// at least three. On an H200 a fold of 256 MB has 81 % of the memory's peak.
+/// Threads of a block. Most kernels use 34 to 50 registers and none more than 70: four to six such blocks fit a
+/// multiprocessor, at least three. On an H200 a fold of 256 MB has 81 % of the memory's peak.
 pub const THREADS: u32 = 256;
 /// Elements that a block of `pack_*` takes at a time.
 const TILE: u64 = 8192;
@@ -272,8 +273,9 @@ fn outputs(outs: &[u64]) -> Option<[u64; MAX_OUTS]> {
 /// What [`allstream_kernels::reduce`] does, on device addresses: folds `ins` in the order given, and writes the result to every
 /// one of `outs`, with at most `ctas` blocks.
 ///
-/// `None` for what no launch can do: an operator that does not [support](ReduceOp::supports) the type, an average over
-/// no ranks, of `f16` over 2^24 or more, of halved operands of another type, no inputs or more than [`MAX_INS`], no outputs or more than [`MAX_OUTS`].
+/// `None` for what no launch can do: an operator that does not [support](ReduceOp::supports) the type; no inputs or more than [`MAX_INS`]; no
+/// outputs or more than [`MAX_OUTS`]; an average over no ranks; one of `f16` over 2^24 ranks or more, or of operands halved more than 126 times;
+/// one of another type whose operands are halved.
 ///
 /// One input is copied, but for an average that is divided. The copy leaves out an output that is the input; if that is
 /// the only one, there is nothing to launch.

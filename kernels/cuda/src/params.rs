@@ -1,4 +1,4 @@
-//! What kernels take: one of these structs, by value. `cuda/params.cuh` holds the same.
+//! What kernels take: one of these structs, by value. `params.cuh`, in this crate's folder, holds the same.
 
 /// Most outputs of one launch.
 pub const MAX_OUTS: usize = 8;

@@ -202,7 +202,7 @@ pub(crate) unsafe extern "C" fn cuMemcpyAsync(
     })
 }
 
-/// Each side is reached by its own context, so these two need no peer access to each other.
+/// Each side is reached by its own context, so the two contexts need no peer access to each other.
 fn peer_sides(to: (Address, Handle), from: (Address, Handle), length: usize) -> Done<(Side, Side)> {
     let side = |(at, context)| {
         let context = CONTEXTS.get(context).map_err(|_| Code::INVALID_CONTEXT)?;

@@ -106,7 +106,7 @@ fn messages_and_collectives_may_be_called_in_any_order() {
     });
 }
 
-/// Everything at once on three communicators of the same devices, of which each has room for one kernel at a time.
+/// Everything at once on three communicators of the same devices. A device has room for one kernel at a time.
 fn crowd(comm: Comm, rounds: u64) -> Result<(), Error> {
     let mut comm = comm;
     let (rank, n, stream) = (comm.rank(), comm.size(), bound(&mut comm));

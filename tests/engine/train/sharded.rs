@@ -4,7 +4,7 @@ use allstream::SharedComm;
 
 use super::*;
 
-/// Numbers that no two ranks, parameters or steps have alike, and whose sums are rounded.
+/// Numbers that change with the rank, with the parameter and with the step, and whose sums are rounded.
 fn noise(rank: usize, i: usize, step: usize) -> Vec<f32> {
     let seed = (rank * 31 + i * 17 + step * 7) as f32;
     (0..LENS[i]).map(|k| (seed + k as f32 * 0.37).sin()).collect()

@@ -53,7 +53,7 @@ impl<T: Value, P: Place> Run<'_, T, P> {
                 (None, self.got_out(buf)?)
             }
             _ => {
-                // Only the root's output is looked at.
+                // The call looks at the root's output only: the others' may have any length.
                 let out = self.put_out(&self.blank(if is_root { len } else { len / 2 }))?;
                 let from = self.put(&input)?;
                 let (kept, out) = call!(self, c, c.reduce_into(from, out, root))?;
@@ -168,7 +168,7 @@ impl<T: Value, P: Place> Run<'_, T, P> {
                 (call!(self, c, c.gather(from, root))?, Vec::new())
             }
             Form::Into => {
-                // Only the root's output is looked at.
+                // The call looks at the root's output only: the others' may have any length.
                 let before = self.blank(if is_root { n * len } else { len / 2 });
                 let out = self.put_out(&before)?;
                 let from = self.put(&input)?;
@@ -198,7 +198,7 @@ impl<T: Value, P: Place> Run<'_, T, P> {
     fn scatter(&mut self) -> Result<Seen, Wrong> {
         let (n, len, root, is_root) = (self.n(), self.case.len, self.case.root, self.is_root());
         let right = self.case.input::<T>(root, n * len);
-        // Only the root's input is looked at.
+        // The call looks at the root's input only: the others' may have any length.
         let input = if is_root { right.clone() } else { self.blank(len / 3) };
         let output = match self.form {
             Form::New => {

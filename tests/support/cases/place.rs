@@ -10,7 +10,7 @@ use super::boxed;
 /// How long a copy to or from a device may take. The copy itself has no deadline.
 const COPY: Duration = Duration::from_secs(30);
 
-/// Makes buffers with these values, and reads their values afterwards.
+/// Makes buffers with given values, and reads what they hold afterwards.
 pub trait Place {
     /// The type of inputs, and of most buffers that are worked on in place.
     type In<T: Element>: Buf<Elem = T>;

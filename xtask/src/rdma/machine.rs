@@ -24,7 +24,7 @@ const MODULES: [&str; 10] = [
 ];
 const INIT: &str = include_str!("init.sh");
 
-/// One of these packages of Debian's depends on the newest kernel of its series. Both kernels have `rdma_rxe` as a module; `-cloud-` kernels do not.
+/// Each of these packages of Debian's depends on the newest kernel of its series. Both kernels have `rdma_rxe` as a module; `-cloud-` kernels do not.
 /// On the first a message to this machine itself has mostly arrived when the call that posts it returns, on the second it arrives later.
 pub(super) const KERNELS: [&str; 2] = ["linux-image-amd64", "linux-image-6.12-amd64"];
 
@@ -61,7 +61,7 @@ impl Machine {
     pub(super) fn prepare(folder: &Path, package: &str) -> Result<Machine, String> {
         let folder = &folder.join(package);
         let machine = Machine { folder: folder.clone() };
-        // Written last: what the first root was made of.
+        // Written last: what the initial RAM disk was made of.
         let (ready, made_of) = (folder.join("ready"), format!("{}\n{INIT}", MODULES.join(" ")));
         if fs::read_to_string(&ready).is_ok_and(|text| text == made_of) {
             return Ok(machine);
@@ -84,7 +84,7 @@ impl Machine {
         Ok(machine)
     }
 
-    /// Takes the kernel and its modules out of the unpacked packages, and makes the first root of them.
+    /// Takes the kernel and its modules out of the unpacked packages, and makes the initial RAM disk of them.
     fn pack(&self, unpacked: &Path) -> Result<(), String> {
         let busybox = ["bin/busybox", "usr/bin/busybox"].map(|name| unpacked.join(name));
         let busybox = busybox.iter().find(|file| file.is_file()).ok_or("busybox-static has no busybox")?;
@@ -128,7 +128,7 @@ impl Machine {
         fs::remove_dir_all(&root).map_err(at(&root))
     }
 
-    /// Starts the machine, has it run a script, and waits until it is off: what the script printed. The script has to end well.
+    /// Starts the machine, has it run a script, and waits until it is off. Returns what the script printed. The script has to end well.
     pub(super) fn run(&self, script: &str, limit: Duration) -> Result<String, String> {
         self.start("one", script, None)?.output(limit)
     }
@@ -150,7 +150,7 @@ impl Machine {
         let mut qemu = Command::new("qemu-system-x86_64");
         // It takes the system's libraries, and none that lies beside what cargo has built.
         qemu.env_remove("LD_LIBRARY_PATH");
-        // Only a processor with these can run a stock kernel, whatever /dev/kvm is there.
+        // A stock kernel needs a processor with one of these flags, even where there is a /dev/kvm.
         let cpus = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
         let is_able = cpus.split_whitespace().any(|flag| matches!(flag, "vmx" | "svm"));
         if is_able && fs::OpenOptions::new().read(true).write(true).open("/dev/kvm").is_ok() {
@@ -199,7 +199,7 @@ impl Machine {
 }
 
 impl Running {
-    /// Waits until the machine is off: what its script printed. The script has to end well.
+    /// Waits until the machine is off. Returns what its script printed. The script has to end well.
     pub(super) fn output(self, limit: Duration) -> Result<String, String> {
         let console = self.console.display().to_string();
         match self.ended(limit)? {
@@ -209,7 +209,7 @@ impl Running {
         }
     }
 
-    /// Waits until the machine is off: the status with which its script ended, if it did, and what the script printed.
+    /// Waits until the machine is off. Returns the status with which its script ended, if it did, and what the script printed.
     pub(super) fn ended(mut self, limit: Duration) -> Result<(Option<i32>, String), String> {
         let end = Instant::now() + limit;
         while self.qemu.try_wait().map_err(|error| error.to_string())?.is_none() {

@@ -74,7 +74,7 @@ def connect(**options):
     - `address`, `rank`, `size`: where rank 0 listens (`"10.0.0.1:4242"`), and which rank this is, of how many;
     - `token`: the secret that all ranks share, text or bytes; `b""` for none;
     - `timeout`: how many seconds ranks wait for each other (60); `heartbeat`: after how many seconds of silence a rank counts as lost (10);
-    - `link`: `"auto"`, `"shm"` or `"tcp"`; `host_id`: ranks that give the same label count as on one host;
+    - `link`: `"auto"`, `"inproc"`, `"shm"`, `"tcp"` or `"rdma"`; `host_id`: ranks that give the same label count as on one host;
     - `listener`, on rank 0: the descriptor of a socket that listens at `address` already; it is duplicated.
 
     Raises `Rendezvous` naming the ranks that did not come, `Refused` where tokens or versions differ, `Invalid` for bad arguments.

@@ -191,7 +191,7 @@ def test_a_receiver_outside_the_group_is_an_error(three):
 
 
 def test_a_sender_that_is_killed(three, name, helpers):
-    """The receiver gets an error, lives, and makes a new group."""
+    """The receiver gets an error, lives, and goes on in its other group."""
     doomed = ray.remote(num_cpus=0)(Holder).remote(1)
     pair = f"{name}-pair"
     a = three[0]

@@ -1,4 +1,5 @@
-//! What the tests of the library for tests (a stand-in for libibverbs) share: one end of a connection, made with the functions that any program calls.
+//! What the tests of the library for tests (a stand-in for libibverbs) share: one end of a connection, made with the functions that any
+//! program calls.
 #![allow(dead_code, reason = "each test takes what it needs")]
 #![allow(missing_docs, reason = "the functions are those of the real library")]
 

@@ -359,7 +359,7 @@ class AllstreamBackend(Backend):
         device = next((work._device for work in works if work._device is not None), None)
         return Work([inner for work in works for inner in work._works], [], after, device)
 
-    # Groups of groups, and the end.
+    # Groups that are split off this one, and the end.
 
     def split(self, store, ranks, opts):
         ranks = list(ranks)
