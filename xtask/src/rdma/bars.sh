@@ -29,7 +29,7 @@ counters() {
     done
 }
 
-for round in 1 2 3; do
+for round in 1 2 3 4 5; do
     echo "ib_write_bw $(perftest ib_write_bw 4 -s 4194304 -n 20)"
     echo "broadcast_4M $(perf broadcast -N 2 --link rdma --sizes 4M -n 8)"
     echo "ib_write_bw_one_at_a_time $(perftest ib_write_bw 4 -s 4194304 -n 20 -t 1)"
