@@ -167,9 +167,9 @@ impl Default for Job {
 }
 
 /// Runs a job of this host to its end, and again if it has failed and may be started anew. The exit code is 128 + signal if SIGINT,
-/// SIGTERM or SIGHUP has ended the job: then this process waits for no rank for longer than [`Policy::kill_after`]. Else it is the first
-/// code other than 0 with which a rank exited by itself; with [`OnFailure::Keep`], the greatest code with which one did, also 0. If there
-/// is none, it is 128 + the signal that killed the first rank.
+/// SIGTERM or SIGHUP has ended the job: then ranks that still run after [`Policy::kill_after`] are killed. Else it is the first code other
+/// than 0 with which a rank exited by itself; with [`OnFailure::Keep`], the greatest code with which one did, also 0. If there is none, it
+/// is 128 + the signal that killed a rank first.
 ///
 /// # Errors
 /// The ranks could not be started; those that were are stopped.
@@ -279,7 +279,7 @@ fn start_all(
     Ok(streams)
 }
 
-/// The only part of a job that runs on this host alone.
+/// All ranks of a job that runs on this host alone, as one part.
 fn whole(job: &Job) -> io::Result<Part> {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
     Ok(Part {

@@ -191,8 +191,8 @@ impl<'a> Call<'a> {
     /// or a hash of a name.
     ///
     /// Keys below 2^32 are compared as they are. Of a larger key a 32-bit digest is compared: two such keys are taken for equal once in four
-    /// billion. Where ranks compare more than that (counts, bytes, a list's buffers, a function's name), the key is mixed with a digest of it, with the same
-    /// chance. The key travels in the 24 bytes that every frame has anyway.
+    /// billion. Where ranks compare more than that (counts, bytes, a list's buffers, a function's name), the key is mixed with a digest of
+    /// these, with the same chance. The key makes no frame longer: it is part of the 24 bytes by which each frame says what was called.
     ///
     /// ```
     /// # use allstream::Comm;

@@ -37,7 +37,7 @@ pub(crate) struct Arrival {
 pub(crate) struct Arrivals {
     /// The ranks that have arrived at an operation at which others have not arrived yet.
     here: Mutex<Vec<Arrival>>,
-    /// The last operation that one launch was not to fold for all ranks.
+    /// The last operation that each rank's own stream was to run.
     apart: AtomicU64,
 }
 
@@ -53,8 +53,8 @@ impl Arrivals {
         is_for_all
     }
 
-    /// A rank arrives. If it is the last of `size` ranks, and all have called the same, returns what all have brought, by rank. If they have not called
-    /// the same, nothing is launched: the ranks find out about it when they compare signatures on their links.
+    /// A rank arrives. If it is the last of `size` ranks, and all have called the same, returns what all have brought, by rank. If they have not
+    /// called the same, nothing is launched: the ranks find out about it when they compare signatures on their links.
     pub(crate) fn arrives(&self, arrival: Arrival, size: usize) -> Option<Vec<Arrival>> {
         let mut here = self.here.lock();
         here.push(arrival);

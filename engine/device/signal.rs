@@ -19,18 +19,18 @@ use crate::error::Error;
 /// Which of the words.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Word {
-    /// The last operation whose inputs the rank's stream has come past, of those whose inputs no word of their own counts.
+    /// The last operation whose inputs the rank's stream has come past, of those whose inputs have no number of [`Word::Input`].
     Begun,
-    /// The last input that the caller's stream has come past. What counts inputs is [`PeerDevice`](super::links::peer::PeerDevice).
+    /// The last input that the caller's stream has come past, as [`DeviceSignal::put_input`] numbers inputs.
     Input,
-    /// The last operation, of those that one launch folds for all ranks, that the stream for these launches has come to the end of: rank 0's.
+    /// The last operation that rank 0's stream has come to the end of, of those that one launch on that stream folds for all ranks.
     OverForAll,
-    /// The last operation that the stream of this rank has come to the end of, of those for which each rank's stream works.
+    /// The last operation that the stream of the rank named here has come to the end of, of those for which each rank's stream works.
     Over(usize),
 }
 
-/// [`Word::Begun`] and [`Word::Input`] have a line of the processor's caches each: they are so many elements apart. The words of ends follow one another
-/// behind these, as the host reads them together.
+/// [`Word::Begun`] and [`Word::Input`] have a line of the processor's caches each: they are so many elements apart. The words of ends follow
+/// one another behind these, as the host reads them together.
 const APART: usize = 32;
 /// Where the words of ends begin.
 const ENDS: usize = 2 * APART;
@@ -47,9 +47,9 @@ impl Word {
     }
 }
 
-/// Counters that only grow (they wrap, and are compared on a circle), in host memory that devices read and write: those of one rank. As a rule its own
-/// stream writes them, and the streams of other ranks theirs of [`Word::Over`], and [`Word::OverForAll`]. Any stream may wait for them, and the host reads them, and may
-/// write them, without the driver.
+/// The words of one rank, in host memory that devices read and write: counters that only grow (they wrap, and are compared on a circle). The
+/// rank's own stream writes [`Word::Begun`], the caller's stream [`Word::Input`], each rank's stream its own [`Word::Over`], and rank 0's
+/// [`Word::OverForAll`]. Any stream may wait for them, and the host reads them, and may write them, without the driver.
 pub(crate) struct DeviceSignal {
     memory: Arc<PinnedBuf<u32>>,
     address: CuDevicePtr,
@@ -57,9 +57,9 @@ pub(crate) struct DeviceSignal {
     writer: DeviceStream,
     /// The streams that write words of ends, each with its word, where they are known.
     others: OnceLock<Vec<(Word, DeviceStream)>>,
-    /// The furthest that was put on a stream, of each word of ends, in their order.
+    /// For each word of ends, in their order: the largest number whose write was put on a stream.
     furthest: Box<[AtomicU32]>,
-    /// The furthest that was put on a stream as [`Word::Input`].
+    /// The last number of [`Word::Input`] whose write was put on a stream.
     input: AtomicU32,
     /// The stream that it was put on.
     last_input: Mutex<Weak<Line>>,
@@ -76,14 +76,14 @@ struct Uses {
 
 /// The first such limit.
 const STREAMS: usize = 16;
-/// How often words are looked at that wait to be given back.
+/// How long it is from one look at words whose memory waits to be freed to the next.
 const LOOK: Duration = Duration::from_millis(10);
-/// And how many times.
+/// How many times they are looked at.
 const LOOKS: u32 = 1000;
 const SIGNAL: &str = "signal what a stream has come to";
 
 impl DeviceSignal {
-    /// Words that begin at 0, those of a rank among so many, whose stream is `writer`.
+    /// The words of a rank whose stream is `writer`, in a communicator of `ranks` ranks. They begin at 0.
     pub(crate) fn new(writer: &DeviceStream, ranks: usize) -> Result<DeviceSignal, Error> {
         let context = &writer.0.context;
         let cuda = context.cuda;
@@ -115,7 +115,7 @@ impl DeviceSignal {
         })
     }
 
-    /// These streams each write the word beside them, one of ends, here.
+    /// Notes which stream writes which of the words of ends.
     pub(crate) fn is_written_by(&self, others: impl Iterator<Item = (Word, DeviceStream)>) {
         let _ = self.others.set(others.collect());
     }
@@ -157,10 +157,11 @@ impl DeviceSignal {
         CuStreamMemOp::wait(self.address(which), value)
     }
 
-    /// For a stream that is to write the word. For a word of ends never less than was put before: operations that fail together are
-    /// released in any order, and the last write must end the waits for all. One thread at a time calls this for a word of [`Word::Over`]: the one that carries out the commands of
-    /// the rank that writes the word, or, once those commands are cut and none is under way, the one that ends the page's own communicator. For [`Word::OverForAll`]
-    /// that first one is whoever carries out the command by which the last rank arrives ([`Arrivals`](super::arrivals::Arrivals)), or rank 0's commands between two such.
+    /// For a stream that is to write the word. A word of ends gets no smaller number than was put before: operations that fail together are
+    /// released in any order, and the last write must end the waits for all. For a word of ends only one thread at a time calls this. For
+    /// [`Word::Over`] it is the one that carries out the commands of the rank whose stream writes the word; for [`Word::OverForAll`], the one
+    /// that carries out the command by which the last rank arrives ([`Arrivals`](super::arrivals::Arrivals)), or, between two of these, rank
+    /// 0's commands. Once these commands are cut and none is being carried out, it is the one that ends the communicator of these words.
     pub(crate) fn write(&self, which: Word, value: u32) -> CuStreamMemOp {
         let mut value = value;
         if let Some(furthest) = which.at().checked_sub(ENDS).map(|at| &self.furthest[at]) {
@@ -194,17 +195,17 @@ impl DeviceSignal {
         stream.record_in(points.entry(stream.0.id).or_default())
     }
 
-    /// A stream that is no rank's writes a word when it comes here.
+    /// Has a stream that is no rank's own write a word behind what it holds now.
     pub(crate) fn put_on(&self, stream: &DeviceStream, which: Word, value: u32) -> Result<(), Error> {
         stream.put_words(SIGNAL, &mut [self.write(which, value)])?;
         self.used_by(stream)
     }
 
-    /// Has a stream write the next number of [`Word::Input`], which is returned, when it comes here. Nothing is noted of the stream, as the words
-    /// stay until they show the last of these numbers. `None`: another stream has still to write one, and numbers might not come in their order.
+    /// Has a stream write the next number of [`Word::Input`] behind what it holds now, and returns that number. The stream is not among the
+    /// noted uses, as the words stay until they show the last number. `None`: another stream has still to write one, so the order might break.
     pub(crate) fn put_input(&self, stream: &DeviceStream) -> Result<Option<u32>, Error> {
         let mut last = self.last_input.lock();
-        // (A line that is remembered, even weakly, has its address for itself.)
+        // (While a `Weak` refers to a line, no other line can have its address.)
         if last.as_ptr() != Arc::as_ptr(&stream.0) && !self.shows_all_inputs() {
             return Ok(None);
         }
@@ -215,7 +216,7 @@ impl DeviceSignal {
         Ok(Some(value))
     }
 
-    /// Whether streams have come past all inputs that they were to write.
+    /// Whether the word shows the last of the numbers of [`Word::Input`] that streams were to write.
     fn shows_all_inputs(&self) -> bool {
         self.shows(Word::Input, self.input.load(Ordering::Acquire))
     }
@@ -224,14 +225,14 @@ impl DeviceSignal {
         self.address + (which.at() * size_of::<u32>()) as u64
     }
 
-    /// The streams that write words of ends, with these, as far as they are known.
+    /// The streams that write words of ends, each with its word; none if they are not known yet.
     fn writers(&self) -> impl Iterator<Item = (Word, &DeviceStream)> {
         let others = self.others.get().into_iter().flatten();
         others.map(|(which, stream)| (*which, stream))
     }
 
-    /// Of what has failed: has all ranks' streams write their words of ends when they come here; and if one does not, because it may itself be held
-    /// up by a stream that waits for the word, the host writes it after a while.
+    /// After a failure: has all ranks' streams write their words of ends behind what they hold now. If one has not come there after a while (it
+    /// may itself be held up by a stream that waits for the word), the host writes the word.
     pub(crate) fn release(&self, value: u32) -> Result<(), Error> {
         let mut result = Ok(());
         for (which, stream) in self.writers() {
@@ -250,8 +251,8 @@ impl DeviceSignal {
         result
     }
 
-    /// The rank's device takes nothing more, so none of its streams will write what other ranks' streams wait for before they begin, on devices that are
-    /// still there: the host does.
+    /// The rank's device takes nothing more, so its streams will not write the words that other ranks' streams, on devices that still work, wait
+    /// for before they begin: the host writes these.
     fn release_inputs(&self, value: u32) {
         self.set(Word::Begun, value);
         self.set(Word::Input, self.input.load(Ordering::Acquire));
@@ -278,7 +279,7 @@ fn insist(behind: DeviceEvent, memory: Arc<PinnedBuf<u32>>, which: Word, value: 
     waiter::watch_until(behind, Some(Instant::now() + RELEASE), Box::new(then));
 }
 
-/// Drops them once the event is reached; where nobody can tell, never.
+/// Drops the words' memory once the event is reached; if nobody can tell whether it is, never.
 fn keep_until(event: DeviceEvent, memory: Arc<PinnedBuf<u32>>) {
     let then = move |outcome: Outcome| match outcome {
         Outcome::Unknown(_) => std::mem::forget(memory),
@@ -287,7 +288,7 @@ fn keep_until(event: DeviceEvent, memory: Arc<PinnedBuf<u32>>) {
     waiter::watch(event, Box::new(then));
 }
 
-/// Drops them once the word shows this, if it does within so many looks. Otherwise they stay for good.
+/// Drops the words' memory once the word shows this value, if it does within so many looks. Otherwise it stays for good.
 fn keep_until_shown(memory: Arc<PinnedBuf<u32>>, which: Word, value: u32, looks: u32) {
     later(LOOK, move || match is_further(value, word(&memory, which).load(Ordering::Acquire)) {
         true if looks == 0 => std::mem::forget(memory),
@@ -297,7 +298,7 @@ fn keep_until_shown(memory: Arc<PinnedBuf<u32>>, which: Word, value: u32, looks:
 }
 
 impl Drop for DeviceSignal {
-    /// Streams may still come to the words: those stay until the streams have. The driver is asked by a thread that nobody waits for.
+    /// Streams may still use the words, so these stay until the streams have come past that. A thread that nobody waits for asks the driver.
     fn drop(&mut self) {
         let mut input = None;
         if !self.shows_all_inputs() {
@@ -310,7 +311,7 @@ impl Drop for DeviceSignal {
         let points: Vec<_> = self.uses.get_mut().points.drain().filter_map(|(_, event)| event).collect();
         let mut writers = vec![self.writer.clone()];
         for (_, stream) in self.writers() {
-            // The one for all ranks is one of theirs, too.
+            // The stream that writes `OverForAll` also writes an `Over`.
             if !writers.contains(stream) {
                 writers.push(stream.clone());
             }
@@ -333,7 +334,7 @@ impl Drop for DeviceSignal {
 }
 
 impl DeviceStream {
-    /// Puts waits for words and writes of words here, in this order: with one call of the driver, if it takes lists.
+    /// Puts these waits for words and writes of words on the stream, in the order of the list: with one call of the driver, if it takes lists.
     pub(crate) fn put_words(&self, doing: &str, all: &mut [CuStreamMemOp]) -> Result<(), Error> {
         if all.is_empty() {
             return Ok(());

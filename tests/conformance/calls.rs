@@ -2,9 +2,9 @@
 //!
 //! By default the cases are chosen pairwise: for every two of the factors (collective and algorithm, form, world, length, element type,
 //! reduction, root, data, how the end is awaited), each pair of values that can be combined occurs in some case. `ALLSTREAM_TEST_FULL=all`:
-//! every form of every call in every world with every length; with up to three ranks also with every element type, and between three threads
-//! with every type, reduction and root. `ALLSTREAM_TEST_FULL=1`: a twentieth of most of that. A call that has no plan in a world is made
-//! there, too: it must be refused.
+//! every form of every call in every world with every length, but with the largest only in a fifth of these. With the others, up to three
+//! ranks also take every element type; three threads, over some links, every type with every reduction, or every root.
+//! `ALLSTREAM_TEST_FULL=1`: a twentieth of most of that. A call that has no plan in a world is made there, too: it must be refused.
 
 use std::collections::BTreeMap;
 use std::io::Write;
@@ -206,7 +206,7 @@ fn refusals(factors: &Factors, w: usize, cases: &mut Vec<Case>) {
             let suits = factors.suits[c][f][w];
             let op = factors.ops.iter().position(|op| *op == Combine::Maps && suits).unwrap_or(0);
             if !suits || (!factors.ops[op].goes_by(None, *call) && *form == Form::InPlace) {
-                // (For bytes, the call's algorithm moves only the lengths, so only their plan counts here; the bytes then choose their own algorithm.)
+                // (For bytes, the call's algorithm moves only the lengths, so only their plan counts here; the bytes choose their own algorithm.)
                 let row = [c, f, w, 5, DType::I32 as usize, op, w % 3, 0, (c + w) % 3];
                 cases.push(Case { refused: true, ..factors.case(row, 1) });
             }

@@ -100,8 +100,9 @@ fn put(stream: &DeviceStream, call: unsafe extern "C" fn(*mut c_void)) {
 /// The driver functions that ask whether something has ended, or have the driver call when it has.
 const ASKED: [&str; 2] = ["cuEventQuery", "cuLaunchHostFunc"];
 
-/// One thread awaits collectives of 8 ranks on one device, each of which takes 5 ms. Returns how late it sees their ends, in microseconds, and how
-/// often the functions in [`ASKED`] were called. `aside`: the ranks do not use the buffers' streams; the ends are then not timed, and the delays mean nothing.
+/// One thread awaits collectives of 8 ranks on one device, each of which takes 5 ms. Returns how late it sees their ends, in microseconds, and
+/// how often the functions in [`ASKED`] were called. `aside`: the ranks do not use the buffers' streams; the ends are then not timed, and the
+/// delays mean nothing.
 fn ends_are_seen_after(aside: bool, operations: usize) -> (Vec<u64>, [u64; 2]) {
     const RANKS: usize = 8;
     let device = Device::new(0).unwrap();

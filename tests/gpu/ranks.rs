@@ -13,10 +13,10 @@ use crate::choice::{self, Bound};
 use crate::driver::Driver;
 use crate::support;
 
-/// Before a process ends, the driver is asked for what is left within this time.
+/// How long a process waits at its end until no thread of allstream's asks the driver any more.
 const SETTLE: Duration = Duration::from_secs(20);
 
-/// A rank's place on the device: its buffers are in the order of this stream, beside the one of its collectives.
+/// A rank's place on the device: the stream that its buffers are ordered by. Its collectives have another stream.
 fn place(comm: &mut Comm, bound: Bound) -> Result<OnDevice, String> {
     let device = Device::new(0).map_err(|error| error.to_string())?;
     let path = match bound {
@@ -28,7 +28,7 @@ fn place(comm: &mut Comm, bound: Bound) -> Result<OnDevice, String> {
         (Bound::No, _)
         | (Bound::Peer, Some(DevicePath::Peer))
         | (Bound::Nccl, Some(DevicePath::Nccl { .. })) => {}
-        // Values may be right all the same, and show nothing of what was to be shown.
+        // The values could be right all the same, but would not test the path that is to be tested.
         (_, path) => return Err(format!("the ranks go by {path:?}, where {bound:?} is expected")),
     }
     DeviceStream::new(&device).map(OnDevice).map_err(|error| error.to_string())
@@ -65,7 +65,7 @@ pub(crate) fn run(mut comm: Comm, bound: Bound, cases: &[Case], oracle: &Oracle,
     });
 }
 
-/// Set, processes end without that: what the library itself does then is tried.
+/// If this variable is set, processes end without [`settle`], to test what the library itself does then.
 pub(crate) const UNSETTLED: &str = "ALLSTREAM_TEST_UNSETTLED";
 
 /// To be called before the process ends, by who has dropped everything.
@@ -81,7 +81,7 @@ fn judged(wrong: Vec<String>) -> Result<(), Wrong> {
     if wrong.is_empty() { Ok(()) } else { Err(Wrong::Values(wrong.join("; "))) }
 }
 
-/// Round the ring, at once and one after the other; lengths that go eagerly and that do not.
+/// Messages round the ring: each rank sends and receives at the same time. Some lengths are sent eagerly, others are not.
 fn messages(comm: &mut Comm, OnDevice(stream): &OnDevice) -> Result<(), Wrong> {
     fn done<O: Send + 'static, F: Send + 'static>(copy: Transfer<O, F>) -> Result<O, String> {
         copy.wait().map_err(|failed| failed.error.to_string())
@@ -100,7 +100,7 @@ fn messages(comm: &mut Comm, OnDevice(stream): &OnDevice) -> Result<(), Wrong> {
         let room = DeviceBuf::zeroed(stream, len).map_err(|error| error.to_string())?;
         let both = comm.timeout(choice::CALL).send_recv(buf, to, room, from);
         let (sent, got) = block_on(both).map_err(|failed| failed.error.to_string())?;
-        // What was sent goes on as it is, what came goes back.
+        // The buffer that was sent is unchanged, and the other holds what `from` has sent.
         for (buf, whose) in [(sent, rank), (got, from)] {
             let found = done(buf.to_host(vec![0; len]))?.1;
             if found != say(whose, len) {
@@ -111,14 +111,14 @@ fn messages(comm: &mut Comm, OnDevice(stream): &OnDevice) -> Result<(), Wrong> {
     judged(wrong)
 }
 
-/// Steps of gradients, of which small ones are packed by a kernel: waited for by the host, then by the stream.
+/// Steps of gradients, of which a kernel packs the small ones. In turn the host waits for a step's end, and the stream.
 fn buckets(comm: &mut Comm, OnDevice(stream): &OnDevice) -> Result<(), Wrong> {
     const LENS: [usize; 7] = [3, 1001, 0, 500, 20_000, 1, 4096];
     let layout = LENS.map(|len| Param::of::<f32>(len).on_device());
     let (n, rank) = (comm.size(), comm.rank());
     let said = |error: &dyn std::fmt::Display| error.to_string();
     let mut wrong = Vec::new();
-    // Whole numbers, whose mean is one, too.
+    // Whole numbers, whose mean over all ranks is a whole number, too.
     let value = |rank: usize, k: usize| (k % 100 + rank * 2) as f32 - (n - 1) as f32;
     let mut buckets = block_on(Buckets::new(&comm.share(), &layout)).map_err(|error| said(&error))?;
     for step in 0..4 {
@@ -130,8 +130,8 @@ fn buckets(comm: &mut Comm, OnDevice(stream): &OnDevice) -> Result<(), Wrong> {
         let back: Vec<DeviceBuf<f32>> = if step % 2 == 0 {
             block_on(buckets.finish()).map_err(|failed| said(&failed.error))?.collect()
         } else {
-            // All ranks have pushed before any of their streams waits: they share the device's hardware queues, so that a stream which
-            // waits may hold up another rank's, on which that one's gradients come.
+            // All ranks have pushed before any of their streams waits: the streams share the device's hardware queues, so one that waits
+            // may hold up the stream by which another rank's gradients come.
             block_on(comm.barrier()).map_err(|error| said(&error))?;
             let joined = buckets.join(stream).map_err(|failed| said(&failed.error))?;
             joined.in_order().map_err(|failed| said(&failed.error))?

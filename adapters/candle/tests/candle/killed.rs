@@ -51,7 +51,8 @@ fn wait_for_death() {
     thread::sleep(LIMIT);
 }
 
-/// One step; `stops`: this rank waits in it to be killed: before it reduces, or in segments when its first gradients are on their way.
+/// One step. With `stops` this rank waits in it to be killed: before it reduces (`reduce`), or when its first gradients are on their way
+/// (`segments`).
 fn step(parallel: &mut DataParallel, vars: &VarMap, x: &Tensor, way: &str, stops: bool) -> Result<GradStore> {
     if way == "reduce" {
         let mut grads = loss(vars, x, |y| Ok(y.clone()))?.backward()?;

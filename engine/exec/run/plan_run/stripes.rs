@@ -1,8 +1,8 @@
 //! Operations on device memory that is staged, which means copied to the host and back stripe by stripe ([`crate::device::Staged`]): how
 //! buffers are cut into stripes, how much input has come, and how much output can leave.
 //!
-//! A round is one run of the whole plan. So the steps can work on the rounds whose input has come while the rest is still being copied, and
-//! the rounds whose output is stored can be copied back before the others are done.
+//! In each round the whole plan runs, on one part of every chunk. So the steps can work on the rounds whose input has come while the rest is
+//! still being copied, and the rounds whose output is stored can be copied back before the others are done.
 
 use std::ops::Range;
 

@@ -2,7 +2,7 @@
 
 All take the name of the group, work in place, and check first: a wrong argument raises at once, and nothing is submitted. A tensor is a
 numpy array, a torch tensor or a cupy array; the ranks of one group may use different kinds. The functions with `_async` return a
-`Pending` at once; the others block, and return None.
+`Pending` and do not wait for the operation (but a group's first call waits until its ranks have met); the others block, and return None.
 
 All functions raise:
     RuntimeError: outside an actor or task; an absent group; an unknown type of tensor; a list whose length is not

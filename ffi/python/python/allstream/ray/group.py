@@ -384,7 +384,7 @@ def get_group(group_name: str = "default") -> AllstreamGroup:
     """The group of that name in this actor or task.
 
     Raises:
-        RuntimeError: outside an actor or task, where the group is absent, or of another backend.
+        RuntimeError: outside an actor or task; there is no group of that name, or it is of another backend.
     """
     group = get_group_handle(group_name)
     if not isinstance(group, AllstreamGroup):
