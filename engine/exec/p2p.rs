@@ -309,11 +309,7 @@ impl Messages {
             return Err(wrong("a message frame of another communicator"));
         }
         let (tag, number) = (header.signature.root, header.op);
-        let what = Type::of(header.message).ok_or_else(|| wrong("a message frame of unknown type"))?;
-        if !matches!(what, Type::Eager | Type::Data) && header.len > 0 {
-            return Err(wrong("a message frame with a payload, of a type that has none"));
-        }
-        match what {
+        match Type::of(&header).ok_or_else(|| wrong("a message frame of unknown type"))? {
             Type::Eager => {
                 let len = header.len as usize;
                 if len > EAGER || header.signature.kind & WHOLE != 0 {
@@ -402,9 +398,8 @@ impl Messages {
         let at = m.message.memory.wrapping_add(m.done);
         let rx = self.port.rx(rank)?;
         let taken = if rx.is_byte_stream() {
-            let rest = m.message.bytes - m.done;
-            // SAFETY: the message's `rest` bytes from `done` on lie in the receive's buffer, which the table owns, and nobody else writes them.
-            unsafe { rx.receive_into(at, rest, 1)? }
+            // SAFETY: the message's bytes from `done` on lie in the receive's buffer, which the table owns, and nobody else writes them.
+            unsafe { rx.receive_into(at, m.message.bytes - m.done, 1)? }
         } else {
             // SAFETY: `ready` bytes can be read, and fit (`left`, as above). The two do not overlap: the frame is the peer's or the link's.
             unsafe { kernels::copy(frame.data, &[at], frame.ready) };
@@ -543,15 +538,14 @@ impl Messages {
         {
             return Ok(false);
         }
-        let source =
-            |end| FrameSource { operation: key.number(), step: 0, receiver: 0, is_copied: true, end };
+        let source = FrameSource { operation: key.number(), step: 0, receiver: 0, is_copied: true, end: 0 };
         if stage == Stage::New {
             let eager = t.bytes <= EAGER && self.peers[rank].credits > 0 && t.whole.is_none();
             // Without a free slot the message is announced: its data then goes in ring cells, which need no slots.
             let payload = if eager { self.payload(rank, t.memory, t.bytes)? } else { None };
             if let Some(payload) = payload {
                 let header = self.header(Type::Eager, t.signature, t.number, 0, t.bytes);
-                let free = self.port.post(rank, header, &payload, source(t.bytes))?;
+                let free = self.port.post(rank, header, &payload, FrameSource { end: t.bytes, ..source })?;
                 let peer = &mut self.peers[rank];
                 peer.credits -= 1;
                 let m = &mut peer.sends[i];
@@ -576,7 +570,7 @@ impl Messages {
             }
         };
         let header = self.header(Type::Data, t.signature, t.number, done, len);
-        let free = self.port.post(rank, header, &payload, source(done + len))?;
+        let free = self.port.post(rank, header, &payload, FrameSource { end: done + len, ..source })?;
         let m = &mut self.peers[rank].sends[i];
         if free && m.freed == done {
             m.freed = done + len;

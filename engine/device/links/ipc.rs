@@ -34,8 +34,7 @@ use crate::link::ring::{CELLS, CLOSED, Consumer, Producer, RingMemory, publish};
 use crate::link::{Frame, Header, LinkRx, LinkTx, Loan, Place, Posted};
 use crate::types::{DType, Rank};
 
-/// Bytes of the card that a rank gives to each rank in another process: where its inbox for that rank is in its region, and the name of a
-/// piece of its memory.
+/// Bytes of the card that a rank gives to each rank in another process: the place of its inbox for that rank, and the name of a piece of memory.
 pub(crate) const CARD: usize = 8 + NAME;
 
 /// This bit of a descriptor's `location` says that the frame is a loan. The other bits are then the loan's length in bytes, and the names of

@@ -9,6 +9,7 @@ use crate::device::whole::{MessagePath, Turn};
 use crate::error::MissingState;
 use crate::exec::carrier::Carrier;
 use crate::exec::inflight::Key;
+use crate::link::Header;
 use crate::mem::check_bools;
 use crate::types::{DType, Map, Rank, Signature};
 
@@ -45,9 +46,11 @@ pub(super) enum Type {
 }
 
 impl Type {
-    pub(super) fn of(message: u32) -> Option<Type> {
+    /// The type of a frame with this header. `None`: there is no such type, or its frames have no payload and this one has.
+    pub(super) fn of(header: &Header) -> Option<Type> {
         let all = [Type::Eager, Type::Announce, Type::Clear, Type::Data, Type::Credit, Type::Agree];
-        all.get(message as usize).copied()
+        let what = all.get(header.message as usize).copied()?;
+        (matches!(what, Type::Eager | Type::Data) || header.len == 0).then_some(what)
     }
 }
 

@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
 
-use allstream_sys::verbs::{Access, DeviceCap, IbvDeviceAttr, IbvPortAttr, Mtu, Verbs, VerbsError};
+use allstream_sys::verbs::{Access, IbvDeviceAttr, IbvPortAttr, Mtu, Verbs, VerbsError};
 use parking_lot::Mutex;
 use rustix::io::Errno;
 
@@ -14,6 +14,7 @@ use super::domain::{Domain, Registered};
 use super::events::Events;
 use super::hello::{Area, Hello};
 use super::layout::{LARGEST, PIECES, area_bytes, cut};
+use super::offers::Reads;
 use super::wishes::Wishes;
 use crate::error::Error;
 use crate::link::region::Region;
@@ -228,28 +229,6 @@ impl Card {
     }
 }
 
-/// How many READs may be under way at once on a queue pair: what the device can do, but no more than a link makes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Reads {
-    /// READs of the peer that this device answers. 0 for a device without memory windows of type 2B, which offers nothing to a peer.
-    pub(super) answered: u8,
-    /// READs that this device makes.
-    pub(super) asked: u8,
-}
-
-impl Reads {
-    pub(super) const NONE: Reads = Reads { answered: 0, asked: 0 };
-
-    fn of(limits: &IbvDeviceAttr) -> Reads {
-        let most = |limit: i32| limit.clamp(0, MOST_SLOTS as i32) as u8;
-        let has_windows = limits.device_cap_flags & DeviceCap::MEM_WINDOW_TYPE_2B.0 != 0;
-        Reads {
-            answered: if has_windows { most(limits.max_qp_rd_atom) } else { 0 },
-            asked: most(limits.max_qp_init_rd_atom),
-        }
-    }
-}
-
 /// How many slots the next link gets when the areas use `used` of at most `most` bytes. With 0 slots the link is narrow.
 fn grant(used: usize, most: usize) -> u32 {
     match used {
@@ -294,7 +273,7 @@ fn requests(slots: u32, max_message: u32) -> u32 {
 /// How many requests a queue may have; an error if a frame needs more.
 fn most_requests(limits: &IbvDeviceAttr, max_message: u32) -> Result<u32, String> {
     let most = u32::try_from(limits.max_qp_wr).unwrap_or(0);
-    let needed = requests(1, max_message).max(super::rx::REQUESTS);
+    let needed = requests(1, max_message).max(super::RECEIVER_REQUESTS);
     if most < needed {
         return Err(format!(
             "a queue pair takes {most} requests of {max_message} bytes at most, and a frame of {LARGEST} bytes needs {needed} of them"

@@ -46,7 +46,7 @@ pub use choose::{PassedOver, Rdma, RdmaLayer, RdmaPort};
 pub(crate) use domain::registered_bytes;
 pub(crate) use probe::Probe;
 
-use self::credits::CELLS;
+use self::credits::{CELLS, MOST_SLOTS};
 use self::hello::Hello;
 use self::layout::PIECES;
 use self::queue_pair::QueuePair;
@@ -97,6 +97,11 @@ pub(crate) fn said() -> Result<wishes::Wishes, Error> {
 
 /// Receive requests that each end posts: as many as frames and pieces may be under way to a receiver, or notes to a sender.
 const RECEIVES: u64 = CELLS + PIECES;
+
+/// How many notes to the sender may be posted that the device has not sent yet.
+const NOTES: u32 = 2 * RECEIVES as u32;
+/// How many requests a receiver's queue has to take: notes and READs.
+const RECEIVER_REQUESTS: u32 = NOTES + MOST_SLOTS;
 
 /// Posts all receive requests.
 fn fill(pair: &mut QueuePair, card: &Card) -> Result<(), Error> {

@@ -8,6 +8,8 @@
 
 use std::collections::VecDeque;
 
+use allstream_sys::verbs::{DeviceCap, IbvDeviceAttr};
+
 use super::credits::{CELLS, MOST_SLOTS};
 use super::layout::CELL;
 use super::windows::Window;
@@ -15,6 +17,28 @@ use crate::link::{HEADER_BYTES, Header, INLINE, SLOT};
 
 /// Payloads of fewer bytes are written, not offered: the question and the answer would take longer than the copies that they save.
 pub(super) const OFFERED_FROM: usize = 64 << 10;
+
+/// How many READs may be under way at once on a queue pair: what the device can do, but no more than a link makes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Reads {
+    /// READs of the peer that this device answers. 0 for a device without memory windows of type 2B, which offers nothing to a peer.
+    pub(super) answered: u8,
+    /// READs that this device makes.
+    pub(super) asked: u8,
+}
+
+impl Reads {
+    pub(super) const NONE: Reads = Reads { answered: 0, asked: 0 };
+
+    pub(super) fn of(limits: &IbvDeviceAttr) -> Reads {
+        let most = |limit: i32| limit.clamp(0, MOST_SLOTS as i32) as u8;
+        let has_windows = limits.device_cap_flags & DeviceCap::MEM_WINDOW_TYPE_2B.0 != 0;
+        Reads {
+            answered: if has_windows { most(limits.max_qp_rd_atom) } else { 0 },
+            asked: most(limits.max_qp_init_rd_atom),
+        }
+    }
+}
 
 /// What a sender writes to the cell of a frame whose payload it offers.
 #[derive(Clone, Copy, Debug, PartialEq)]

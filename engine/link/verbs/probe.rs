@@ -6,10 +6,11 @@ use std::sync::Arc;
 use allstream_sys::verbs::{Access, IbvSge, IbvWc, WcStatus};
 
 use super::broken::problem_of;
-use super::card::{Card, Reads};
+use super::card::Card;
 use super::domain::Registered;
 use super::first_packet;
 use super::hello::{Area, BYTES, Hello};
+use super::offers::Reads;
 use super::queue_pair::{QueuePair, RECEIVED, Room, Write};
 use crate::error::Error;
 use crate::forked;

@@ -11,12 +11,13 @@ use allstream_sys::verbs::{
 };
 use rustix::io::{Errno, ioctl_fionbio};
 
-use super::card::{Card, Reads};
+use super::card::Card;
 use super::choose::RdmaLayer;
 use super::credits::MOST_SLOTS;
 use super::domain::{Domain, is_not_yet};
 use super::events::Events;
 use super::hello::Hello;
+use super::offers::Reads;
 use crate::error::Error;
 use crate::forked;
 

@@ -7,11 +7,11 @@ use allstream_sys::verbs::{Access, IbvWc, VerbsError, WcStatus};
 use parking_lot::Mutex;
 
 use super::broken::{BATCH, problem_of, received, report};
-use super::card::{Card, Reads, ReceiveArea};
-use super::credits::{Came, MOST_SLOTS, Note, Receiver};
+use super::card::{Card, ReceiveArea};
+use super::credits::{Came, Note, Receiver};
 use super::hello::{Area, BYTES, Hello, Talk};
 use super::layout::{PIECE_BYTES, cut, offset};
-use super::offers::{Offer, Taking};
+use super::offers::{Offer, Reads, Taking};
 use super::pieces::Assembly;
 use super::queue_pair::{QueuePair, RECEIVED, Room};
 use super::{check_other, first_packet, on_rank};
@@ -21,10 +21,6 @@ use crate::link::tcp::Accept;
 use crate::link::{Break, Frame, HEADER_BYTES, Header, INLINE, Interest, LinkRx, Reactor, SLOT, Site};
 use crate::types::Rank;
 
-/// How many notes to the sender may be posted that the device has not sent yet.
-const NOTES: u32 = 2 * super::RECEIVES as u32;
-/// How many requests a receiver's queue has to take: notes and READs.
-pub(super) const REQUESTS: u32 = NOTES + MOST_SLOTS;
 /// The id of a READ, which its completion carries. Notes have id 0.
 pub(super) const READ: u64 = 1;
 
@@ -251,7 +247,11 @@ impl Receiving {
             return Err(Error::protocol(peer, "it sends by RDMA, and names an area to receive in"));
         }
         let first_packet = first_packet()?;
-        let room = Room { send: REQUESTS, receive: super::RECEIVES as u32, other_may: Access::REMOTE_WRITE };
+        let room = Room {
+            send: super::RECEIVER_REQUESTS,
+            receive: super::RECEIVES as u32,
+            other_may: Access::REMOTE_WRITE,
+        };
         let mut pair = QueuePair::new(card, room)?;
         let area = card.area(other.slots)?;
         // A narrow link takes no offers, as what cannot be READ to its place is READ to a slot; nor does a link on which a READ is more than a message.
@@ -404,7 +404,7 @@ impl Receiving {
 
     /// Tells the sender how many pieces were copied and how many frames released, if it is due to be told, and the queue has room for a note.
     fn tell(&mut self) {
-        while self.notes < NOTES && !self.is_broken {
+        while self.notes < super::NOTES && !self.is_broken {
             let copied = self.large.as_mut().and_then(Assembly::tell).map(Note::Copied);
             // While the card READs to an operation's memory, a note of offered frames waits: that operation polls until the READs are over, and the
             // sender's operation cannot end before.

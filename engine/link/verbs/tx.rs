@@ -7,12 +7,12 @@ use allstream_sys::verbs::{Access, IbvSge, IbvWc, VerbsError, WcStatus};
 use parking_lot::Mutex;
 
 use super::broken::{BATCH, problem_of, received, report};
-use super::card::{Card, Reads};
+use super::card::Card;
 use super::credits::{COUNT, Note, PART, Place, Sender};
 use super::domain::Registered;
 use super::hello::{Area, Hello, Talk};
 use super::layout::{CELL, CELLS_BYTES, LARGEST, PIECE_BYTES, PIECES, cut, offset, place_of_piece};
-use super::offers::Offering;
+use super::offers::{Offering, Reads};
 use super::pieces::PiecesSent;
 use super::queue_pair::{QueuePair, RECEIVED, Room, Write};
 use super::{check_other, first_packet, on_rank};
