@@ -41,7 +41,7 @@ fn info(host: &str, variables: &[(&str, &str)]) -> Vec<String> {
     asked(command.env(HOST, host).envs(variables.iter().copied()))
 }
 
-/// Two cards: one with a port that is up and has four addresses, and one that is down; one whose port fails, and one without an address of RoCE v2.
+/// Two cards: one with a port that is up and has four addresses, and one that is down; one whose port fails, with addresses all the same, and one without an address of RoCE v2.
 const CARDS: &str = r#"{"devices": [
     {"name": "test_0", "ports": [
         {"mtu": 1024, "max_message": 8388608, "gids": [
@@ -51,7 +51,7 @@ const CARDS: &str = r#"{"devices": [
             {"index": 3, "address": "127.0.0.1", "interface": 1}]},
         {"state": 1}]},
     {"name": "test_1", "ports": [
-        {"fails": 5},
+        {"fails": 5, "gids": [{"index": 0, "address": "fe80::2"}, {"index": 1, "address": "10.250.0.2"}]},
         {"gids": [{"index": 0, "kind": "roce_v1", "address": "10.250.0.1"}]}]}]}"#;
 
 #[test]

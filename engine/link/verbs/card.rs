@@ -15,6 +15,7 @@ use super::events::Events;
 use super::hello::{Area, Hello};
 use super::layout::{LARGEST, PIECES, area_bytes, cut};
 use super::offers::Reads;
+use super::read::ADDRESSES;
 use super::wishes::Wishes;
 use crate::error::Error;
 use crate::link::region::Region;
@@ -316,7 +317,8 @@ impl Domain {
 
     /// An address of a port, by its index. The call fills one table with the addresses of all of the device's ports.
     fn gid(&self, ports: u8, port: u8, index: u32) -> Result<[u8; 16], VerbsError> {
-        let of = |port| self.port(port).map_or(0, |about| usize::try_from(about.gid_tbl_len).unwrap_or(0));
+        let of_table = |len| usize::try_from(len).unwrap_or(0);
+        let of = |port| self.port(port).map_or(ADDRESSES, |about| of_table(about.gid_tbl_len));
         let room: usize = (1..=ports.max(port)).map(|port| of(port).min(1 << 12)).sum();
         let mut entries = vec![allstream_sys::verbs::IbvGidEntry::default(); room + 1];
         let size = size_of::<allstream_sys::verbs::IbvGidEntry>();
