@@ -57,7 +57,7 @@ pub use crate::types::{
     f8e5m2, f16,
 };
 
-/// The first program of the README compiles (tests/engine/readme.rs runs those of docs/rust.md).
+/// Compiles the README's one whole program; its snippets are `ignore` (tests/engine/readme.rs runs those of docs/rust.md).
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]
 struct Readme;

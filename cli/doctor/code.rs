@@ -17,7 +17,7 @@ use super::driver::{Gpu, Problem, code, launch, problem};
 const COMPILING: Duration = Duration::from_millis(1500);
 const LEN: usize = 1000;
 
-/// Loads every module, as machine code and as PTX.
+/// Loads every module as machine code, and then as PTX those that there is time for.
 pub(crate) fn modules(gpu: &'static Gpu) -> Result<Answer, Problem> {
     let start = Instant::now();
     let (mut refused, mut loaded) = (Vec::new(), 0);

@@ -19,8 +19,8 @@ pub(crate) enum Bind {
 }
 
 impl Bind {
-    /// How to bind so many ranks of this host for a measurement: each to a share of the cores, as mpirun does, if the ranks do not
-    /// outnumber the cores. Else not at all: two ranks that were bound to one core would only take turns on it.
+    /// How to bind so many ranks of this host for a measurement: each to a share of the cores if the ranks do not outnumber the cores
+    /// (mpirun binds two ranks to a core each). Else not at all: two ranks that were bound to one core would only take turns on it.
     pub(crate) fn that_fits(ranks: usize) -> Bind {
         match allowed() {
             Ok(allowed) if ranks <= cores(&allowed).len() => Bind::Core,

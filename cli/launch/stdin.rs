@@ -157,7 +157,7 @@ impl Queue {
     }
 }
 
-/// A queue that is read into. When the sinks are replaced, the thread that writes this queue into the pipe of a rank that is gone finds the end.
+/// A queue into which stdin is read. Its drop queues the end: when the sinks are replaced, the threads that write for the ranks before end.
 struct Written(Arc<Queue>);
 
 impl Drop for Written {

@@ -220,7 +220,7 @@ impl Case {
     }
 }
 
-/// The oracle: folds the ranks' values one after the other, in numbers that hold every result exactly.
+/// The oracle: folds the ranks' values one after the other, in numbers that hold every result exactly, except averages.
 fn reduce(op: ReduceOp, values: impl ExactSizeIterator<Item = u64>) -> f64 {
     let n = values.len() as f64;
     match op {

@@ -20,7 +20,7 @@ use super::time::Time;
 #[derive(Debug)]
 pub(crate) struct Effort {
     pub(crate) algo: Algo,
-    /// Timed operations of each size. `None`: the size decides.
+    /// Timed operations of each size. `None`: the size decides; on a device without `--join`, an untimed round.
     pub(crate) iters: Option<usize>,
     /// Untimed operations before the timed ones.
     pub(crate) warmup: Option<usize>,

@@ -109,8 +109,9 @@ async fn ready(whole: &dyn Whole, timeout: Duration, comm: &SharedComm) -> Resul
 }
 
 impl Call<'_> {
-    /// Whether a library takes this operation whole: if the call names no algorithm, needs no deterministic reduction, is no barrier, and the
-    /// library takes such calls. This follows from what is the same on all ranks of a call, so they decide alike.
+    /// Whether a library takes this operation whole: if neither the call nor the environment names an algorithm, the call needs no
+    /// deterministic reduction, is no barrier, has no second half (`then`), and the library takes such calls. This follows from what is
+    /// the same on all ranks of a call, so they decide alike.
     pub(super) fn goes_whole(&self, operation: &mut Operation, bound: &BoundWhole) -> bool {
         let Some(call) = whole_call(operation) else { return false };
         let is_free = self.is_free() && !(self.is_deterministic() && call.kind.reduces());

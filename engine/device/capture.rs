@@ -1,7 +1,7 @@
 //! Keeps our calls from breaking captures of streams into graphs, elsewhere in the process.
 //!
 //! While one thread captures in the mode *global*, as PyTorch does, the driver refuses calls that it holds to be unsafe (to
-//! ask for an event, to allocate, to load a kernel) on all threads, and such a call breaks the capture. Our calls are not
+//! query an event, to allocate, to load a kernel) on all threads, and such a call breaks the capture. Our calls are not
 //! part of what is captured, as copies and operations on a captured stream are refused. So a thread of ours is *relaxed* during
 //! its calls (`cuThreadExchangeStreamCaptureMode`): then nothing is refused, and nothing is broken.
 

@@ -73,7 +73,8 @@ impl Inputs {
     pub(super) fn joins(&self, stream: &DeviceStream, number: u64, is_put: bool) {
         let ended = self.ended.load(Ordering::SeqCst);
         let mut joined = self.joined.lock();
-        // Joins of operations whose work is all on a stream wait as for any other work, so they are forgotten. A stream may have several other joins.
+        // Once all of an operation's work is on a stream, a wait for it is like one for any other work, so its joins are forgotten. One stream
+        // may have joined several operations.
         joined.retain(|joined| joined.line.strong_count() > 0 && joined.number >= ended);
         let is_it =
             |joined: &&mut Joined| joined.number == number && joined.line.as_ptr() == Arc::as_ptr(&stream.0);

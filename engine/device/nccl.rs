@@ -155,7 +155,7 @@ struct NcclEnd {
     is_aborted: AtomicBool,
     /// The copies of inputs that a call needs, until all of the call is on the stream.
     kept: Mutex<Vec<DeviceBuf<u8>>>,
-    /// Whether the abort has ended.
+    /// Whether the abort has succeeded. If it failed, this stays false.
     quiet: Arc<AtomicBool>,
     /// When NCCL first said that CUDA has failed.
     cuda_failed: OnceLock<Instant>,
@@ -217,8 +217,8 @@ impl NcclEnd {
         }
     }
 
-    /// Does what NCCL does not do: scales the input of a piece, or copies it, to where the results do not overwrite it. In a
-    /// reduce_scatter in place this also makes the rank's own block the output.
+    /// Does what NCCL does not do: scales the input of a piece (into the output, or a copy), or copies it to where the results do not
+    /// overwrite it. In a reduce_scatter in place this also makes the rank's own block the output.
     ///
     /// # Safety
     /// As for [`Whole::submit`].

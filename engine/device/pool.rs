@@ -13,10 +13,10 @@ use super::handle::Entered;
 use super::stream::DeviceStream;
 use crate::error::Error;
 
-/// Bytes of a block, unless more is asked for. `cuMemAlloc` takes from 0.1 to 1 ms, and stops the device's other work
+/// Bytes of a block, unless more is asked for or the driver has less. `cuMemAlloc` takes from 0.1 to 1 ms, and stops the device's other work
 /// where it has to map memory, so it should be rare; larger blocks would be a burden to a process that needs little memory.
 const BLOCK: u64 = 64 << 20;
-/// Larger blocks are multiples of this, the size of the driver's pages.
+/// Other blocks are multiples of this, the size of the driver's pages; or, if the driver has not even that, exactly as large as asked for.
 const PAGE: u64 = 2 << 20;
 /// How often a thread that waits for its turn with the driver, or for streams, looks whether others have freed what it needs.
 const PAUSE: Duration = Duration::from_micros(50);

@@ -16,7 +16,8 @@ use super::lend::attribute;
 const SHORTEST: u64 = 2 << 20;
 
 impl Context {
-    /// Enters the allocation that another library's memory lies in among those that other processes can open. The memory stays until its operation is over.
+    /// Notes the allocation in which another library's memory lies as one that other processes can open. The memory stays until
+    /// its operation is over.
     ///
     /// # Errors
     /// Why other processes cannot open it.

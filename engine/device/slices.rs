@@ -2,8 +2,8 @@
 //!
 //! The driver copies such memory too, but then blocks its caller until the stream comes to the copy. If a collective is on the stream,
 //! the caller would be blocked until the other ranks have called it, and their tasks may be waiting for this very thread. So no copy is
-//! put on the caller's stream. When that stream has done what it held at the call, the slices go over the device's stream of copies, which
-//! holds nothing that waits, two at a time. The thread that sees a slice end (`waiter.rs`) copies it to the user's memory if the host is
+//! put on the caller's stream. When that stream has done what it held at the call, the slices go, two at a time, over the device's stream of
+//! copies, which holds nothing that waits. The thread that sees a slice end (`waiter.rs`) copies it to the user's memory if the host is
 //! the target, and starts the next.
 
 use std::sync::Arc;

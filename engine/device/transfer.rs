@@ -130,7 +130,7 @@ impl<O: Send + 'static, F: Send + 'static> Transfer<O, F> {
                 Transfer::after(DeviceEvent::of(context, event), held, doing, settle)
             }
             Err(error) => {
-                // Whatever was put on the stream, if anything, is over when the stream is.
+                // If anything was put on the stream, it is over once the stream has been synchronized.
                 let over = stream.synchronize().is_ok();
                 let held = if over {
                     Some(held)

@@ -135,7 +135,8 @@ pub(crate) enum Standing {
 ///
 /// One thread at a time calls `submit`, `exchange` and `poll`: for device memory, the one that carries the communicator's commands out. They, and
 /// `get_ready`, may block as long as the driver does. The others do not block.
-/// [`check`](Witness::check) tells any thread whether the library has failed, at anything, by now; after an abort it counts as failed.
+/// [`check`](Witness::check) tells any thread whether the library has failed, at anything; while another thread is in a call of the library it
+/// may say `Ok`, and that thread then hears of the failure. After an abort the library counts as failed.
 pub(crate) trait Whole: Witness {
     /// The library and its version, for people.
     fn name(&self) -> &str;

@@ -69,7 +69,7 @@ impl SharedWords {
         })
     }
 
-    /// The offset of the word that begins at byte `at`. Any other `at` gives the offset of some word of the page.
+    /// The offset of the word that begins at byte `at`. Any other `at` is a bug: without debug assertions it gives the offset of some word here.
     fn offset(&self, at: usize) -> usize {
         debug_assert!(at.is_multiple_of(4) && at + 4 <= self.bytes);
         at.min(self.bytes - 4) & !3

@@ -16,7 +16,7 @@ use crate::error::Error;
 /// Pieces of a region begin at multiples of this, as pieces of the pool do.
 pub(crate) const ALIGN: u64 = blocks::ALIGN;
 
-/// Bytes of memory that `pieces` pieces of so many bytes together take in a region, where each begins at a multiple of [`ALIGN`].
+/// Bytes that a region needs for `pieces` pieces, which have `bytes` bytes altogether and each begin at a multiple of [`ALIGN`].
 pub(crate) fn needs(bytes: usize, pieces: usize) -> usize {
     if bytes == 0 { 0 } else { bytes.saturating_add(pieces * ALIGN as usize) }
 }

@@ -19,7 +19,7 @@ use crate::plan::{INPUT, OUTPUT, Program, SCRATCH, Slot};
 /// Bytes that are scaled in one pass: the thread has other work too.
 const SCALED: usize = 256 << 10;
 
-/// Room for a result that is sent in a ring's cell, of a step that stores it nowhere.
+/// Room for the result of a step that stores it nowhere and sends it in a ring's cell.
 #[repr(align(64))]
 struct Inline([u8; Port::INLINE]);
 
@@ -103,7 +103,7 @@ impl Backend for Host {
         if self.scaled.is_none() {
             return Ok(Prepared::Ready);
         }
-        // All of the input is scaled, also rounds that no step names: so all of it has to be there.
+        // All of the input is scaled, also what no step reads: so all of it has to be there.
         if has_arrived {
             self.scale(c);
         }

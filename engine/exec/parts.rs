@@ -275,7 +275,7 @@ pub(super) mod tests {
         panic!("rank {rank} did not come to its end");
     }
 
-    /// This holds however fast the peer is: a pass holds the memory lock, for which the rank's other communicators wait.
+    /// This holds however fast the peer is. It has to: a pass holds the memory lock, for which the rank's other communicators wait.
     #[test]
     fn a_pass_touches_no_more_than_its_budget() {
         let ranks = Rings::pair().map(|rings| std::thread::spawn(move || broadcast(rings, 256 << 20)));

@@ -1,8 +1,8 @@
 //! The process's progress thread: one thread that drives every operation that nobody else drives.
 //!
-//! It passes over the endpoints with work, and sleeps in `epoll` when none can move. A peer's doorbell (a flag in the region, a unix socket), a descriptor
-//! that a link has named, a submission or a deadline wakes it. If a link has news that no descriptor tells of, the thread asks for them in each pass and
-//! sleeps for microseconds only. Without work of its own it waits for its eventfd alone, unless it keeps memory that it is to give back later.
+//! It passes over the endpoints with work, and sleeps in `epoll` when none can move. A peer's doorbell (a flag in the region, a unix socket), a
+//! descriptor that a link has named, a submission or a deadline wakes it. If a link has news that no descriptor tells of, the thread asks in each
+//! pass and sleeps for microseconds only. Without work of its own it waits for its eventfd alone, but not for long if it keeps memory to give back.
 
 use std::cell::OnceCell;
 use std::num::NonZeroU64;
@@ -442,7 +442,7 @@ pub(crate) mod tests {
         told.recv_timeout(Duration::from_secs(10)).is_ok()
     }
 
-    /// Makes calls on a descriptor block, for all who have it, and fills it.
+    /// Sets a descriptor so that calls on it block, for all who have it. An eventfd is also filled.
     pub(crate) fn spoil(fd: &OwnedFd) {
         rustix::fs::fcntl_setfl(fd, rustix::fs::OFlags::NONBLOCK).unwrap();
         let _ = rustix::io::write(fd, &(u64::MAX - 1).to_ne_bytes());

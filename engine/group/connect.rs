@@ -41,7 +41,7 @@ const PROBE_AFTER: Duration = Duration::from_secs(10);
 const PROBE_EVERY: Duration = Duration::from_secs(2);
 const PROBES: u32 = 5;
 
-/// Makes a connection that has proved itself a data connection: non-blocking, and probed.
+/// Turns a connection whose handshake is over into a data connection: non-blocking, and probed.
 pub(super) fn for_data(stream: TcpStream) -> io::Result<StdStream> {
     let socket = stream.into_std()?;
     sockopt::set_tcp_keepidle(&socket, PROBE_AFTER)?;

@@ -1,5 +1,5 @@
-//! The connections by which ranks have registered with rank 0. A rank keeps its own until it is connected to all others, and says so on it
-//! then. Where the connection ends before, rank 0 tells all that are still connecting, which would wait until their deadlines.
+//! The connections over which ranks have registered with rank 0. A rank keeps its own until it is connected to all others, and then says so
+//! over it. If the connection ends before that, rank 0 tells all that are still connecting, as they would else wait until their deadlines.
 
 use std::time::Duration;
 
@@ -25,7 +25,7 @@ pub(super) enum Registered {
     Guest(TcpStream, Frames),
 }
 
-/// A rank that is connecting to the others. If it is dropped, all others hear that this rank is gone.
+/// A rank that is connecting to the others. If it is dropped (on rank 0: with the task of `watch`), all others hear that this rank is gone.
 pub(super) enum Connecting {
     Host(mpsc::UnboundedSender<lobby::Event>),
     Guest(OwnedWriteHalf),

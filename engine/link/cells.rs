@@ -176,7 +176,7 @@ impl RingMemory for RawRing {
         let bytes = (&raw const descriptor).cast::<u8>();
         // SAFETY: the cell is in the mapping and, by the protocol, the producer's until published. The last word
         // (the lap) is left alone: the consumer polls it. `payload` is null or valid for `len <= INLINE` bytes
-        // (`LocalTx::post` sees to it), and cannot overlap the cell.
+        // (`LocalTx::post` and `lend` see to it), and cannot overlap the cell.
         unsafe {
             std::ptr::copy_nonoverlapping(bytes, self.cell(cell).cast::<u8>(), LINE - 4);
             if !payload.is_null() {

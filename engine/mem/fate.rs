@@ -119,13 +119,13 @@ impl Fate {
         }
     }
 
-    /// Of a buffer that has a part of another's contents.
+    /// For a buffer that has a part of another's contents: it depends on all that the other depends on, too.
     pub(crate) fn depend_like(&self, other: &Fate) {
         let theirs = other.0.lock().clone();
         theirs.into_iter().for_each(|dependence| self.add(dependence));
     }
 
-    /// That of the same buffer after all of it has been written anew.
+    /// The fate of the same buffer after all of it has been written anew.
     pub(crate) fn written_anew(&self) -> Fate {
         let mut all = self.0.lock().clone();
         all.retain(|known| !known.verdict.is_good() && !known.verdict.held.lock().is_past);

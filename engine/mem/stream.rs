@@ -24,7 +24,7 @@ const FAILED: u8 = 2;
 
 struct Point {
     state: AtomicU8,
-    /// Why the event failed; empty if a job panicked.
+    /// Why the event failed; empty if no cause was given: a job panicked, or the stream had failed already.
     cause: OnceLock<Error>,
     waiters: Mutex<Vec<Waker>>,
     changed: Condvar,

@@ -47,7 +47,7 @@ fn network(figures: &Figures, lends: Lends, per_host: usize) -> Network {
     network.cores = Some(figures.cores);
     network.per_host = (!one_host).then_some(per_host);
     if one_host {
-        // Lent memory is fetched from another rank's core, at the rate of a ring: once, while a ring's two ends both copy each byte.
+        // Lent memory is fetched from another rank's core, at the rate of a ring, but only once: each of a ring's two ends copies each byte.
         let (in_slots, fetch) = (lends == Lends::Regions, Some(figures.bandwidth));
         network.loans = (lends != Lends::Nothing).then_some(Loans { in_slots, fetch });
         // The measured bandwidth is that of the slower end. `memory` already counts the receiver's copy (each byte is read and

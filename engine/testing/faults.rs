@@ -35,12 +35,11 @@ pub struct Planted {
 static PLANTED: Mutex<Option<Planted>> = Mutex::new(None);
 
 thread_local! {
-    /// What is planted in the story that this thread tells.
+    /// What is planted in the story (a simulated run, `testing/story/`) that runs on this thread.
     static IN_STORY: Cell<Option<Planted>> = const { Cell::new(None) };
 }
 
-/// Breaks such plans in whatever `tell` makes on this thread, and nowhere else: what is planted in a story belongs to it, and not to
-/// the process.
+/// Runs `tell`, a story, with such plans broken: in this story only, not in other threads of the process.
 #[cfg(test)]
 pub(crate) fn planted_in_story<R>(planted: Planted, tell: impl FnOnce() -> R) -> R {
     struct Ends;
@@ -85,7 +84,7 @@ thread_local! {
     static QUEUE_LIMIT: Cell<Option<usize>> = const { Cell::new(None) };
 }
 
-/// What this thread makes with `make` takes so many operations at a time, and no more.
+/// Communicators that `make` makes on this thread take at most `limit` operations in flight.
 pub fn with_queue_limit<R>(limit: usize, make: impl FnOnce() -> R) -> R {
     QUEUE_LIMIT.set(Some(limit));
     let made = make();

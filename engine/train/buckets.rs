@@ -37,8 +37,8 @@ const MOST_IN_FLIGHT: usize = 512;
 /// All ranks push a gradient of each parameter in every step, in any order, and finish. Where any rank may have none for some
 /// parameter, all ranks finish by [`finish_some`](Self::finish_some).
 ///
-/// An error of the communication ends the communicator of these buckets on all ranks, and no other. An error that says what is wrong with
-/// a call ([`Error::Invalid`]) changes nothing.
+/// An error of the communication ends the communicator of these buckets on all ranks, and no other. After an error that says what is
+/// wrong with a call ([`Error::Invalid`]) the step goes on.
 pub struct Buckets<B: Buf = AnyBuf> {
     comm: Comm,
     layout: Vec<Param>,

@@ -114,7 +114,7 @@ fn a_little_faster_is_no_reason_to_leave_the_rules() {
     assert_eq!(chosen(1.0, 1.1), [Algo::OneShot; 2]);
 }
 
-/// If the prediction for an algorithm is wrong by a factor, that for one more rank is corrected by the same factor.
+/// If the prediction for an algorithm is wrong by a factor, the prediction for one more rank is corrected by the same factor.
 #[test]
 fn predictions_are_corrected_by_what_was_measured() {
     let predicted = [time(Algo::Ring, 10.0), time(Algo::Direct, 20.0)];

@@ -190,7 +190,7 @@ fn halves_round_once() {
     let big = f16::from_f32(60_000.0);
     assert_eq!(finish(Avg, &[big, big], Some(2)), big);
     assert_eq!(fold(Sum, &[big, big]), f16::INFINITY);
-    // Halved before, as often as makes room for the sum of five, and divided by what is left of five.
+    // 60000 five times: each is halved three times before, so that the sum fits. The sum is divided by 5 / 8.
     let eighths = [big, big, big, big, big].map(|x| f16::from_f32(x.to_f32() / 8.0).to_ne_bytes());
     let of_five = Finish { ranks: 5, halved: 3 };
     let partly = fold_bytes(DType::F16, Avg, &[&eighths[0], &eighths[1], &eighths[2], &eighths[3]], None);
@@ -215,7 +215,7 @@ fn eights_round_once() {
     assert_eq!(fold_e4m3(Sum, &[0x59, 0x38]), 0x5A);
     assert_eq!(fold_e5m2(Sum, &[0x48, 0x3C]), 0x48);
     assert_eq!(fold_e5m2(Sum, &[0x49, 0x3C]), 0x4A);
-    // 400 + 400 does not fit e4m3, but their average does; likewise in e5m2.
+    // 416 + 416 does not fit e4m3, but their average does; likewise 49,152 + 49,152 in e5m2.
     let (four, five) = (f8e4m3::from_f32(416.0), f8e5m2::from_f32(49_152.0));
     assert_eq!(finish(Avg, &[four, four], Some(2)), four);
     assert_eq!(finish(Avg, &[five, five], Some(2)), five);
@@ -268,7 +268,7 @@ fn scaling() {
     assert_eq!(scaled(f8e5m2::from_f32(-57_344.0), 2.0).to_bits(), 0xFC);
     assert_eq!(scaled(-1.0f32, 0.0).to_bits(), 0x8000_0000);
     assert_eq!(scaled(f32::MAX, 2.0), f32::INFINITY);
-    // By 1 too, NaN becomes canonical.
+    // A factor of 1 makes a NaN canonical, too.
     assert_eq!(scaled(f32::from_bits(0xFF80_0001), 1.0).to_bits(), 0x7FC0_0000);
     assert_eq!(scaled(f64::from_bits(0xFFF8_0000_0000_0001), 1.0).to_bits(), 0x7FF8_0000_0000_0000);
     assert_eq!(scaled(f64::INFINITY, 0.0).to_bits(), 0x7FF8_0000_0000_0000);
@@ -360,7 +360,7 @@ fn one_input_keeps_its_bits() {
     assert_eq!(finish(Avg, &[nan], Some(1)).to_bits(), nan.to_bits());
 }
 
-/// What is not defined does nothing, loudly with debug assertions.
+/// A call that is not defined changes no memory; with debug assertions it panics.
 #[test]
 fn misuse_is_defined() {
     let (a, b) = ([1u8; 16], [2u8; 16]);

@@ -24,7 +24,7 @@ pub(super) struct Tree {
     pub(super) parent: Option<Rank>,
     /// Children whose sums come before its own data in the order of operands, ascending.
     pub(super) lower: Vec<Rank>,
-    /// Children whose sums come after its own data, ascending.
+    /// Children whose sums come after its own data, in the order of operands.
     pub(super) upper: Vec<Rank>,
 }
 

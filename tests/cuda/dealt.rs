@@ -135,8 +135,8 @@ fn all_bound(n: usize) -> Vec<(Comm, DeviceStream)> {
     soon(futures::future::join_all(comms.into_iter().map(bind)))
 }
 
-/// One thread calls and joins for each rank in turn. The first rank's stream may wait already when the second rank calls: its join cannot
-/// wait for that call, which comes from the same thread.
+/// One thread calls and joins for each rank in turn. The first rank's stream may wait already when the second rank calls: the first rank's
+/// join cannot wait for the second's call, which the same thread makes only afterwards.
 #[test]
 fn one_thread_that_breaks_the_rule_is_told_at_once() {
     child("dealt::one_thread_that_breaks_the_rule_is_told_at_once", &[], || {

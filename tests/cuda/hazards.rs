@@ -44,7 +44,7 @@ fn order(seed: u64) {
             for _ in 0..if comm.rank() as u64 == i % 2 { 8 } else { 0 } {
                 drop(DeviceBuf::<u32>::zeroed(&stream, 16).unwrap());
             }
-            // The same memory, filled later than this thread comes here.
+            // Memory that held those values; the stream fills it with zeros only later than this thread calls `all_reduce`.
             let zeros = || DeviceBuf::<u32>::zeroed(&stream, 5000).unwrap();
             let works: Vec<_> = (0..4).map(|_| comm.all_reduce(zeros())).collect();
             for work in works {
@@ -119,8 +119,8 @@ fn aborts(seed: u64) {
     }
 }
 
-/// A root whose own part ends well, and which aborts at once: what it has still to read from another's hand stays there,
-/// though that rank's operation fails and new buffers take all the memory that there is.
+/// A root whose own part ends well, and which aborts at once: what it has still to read from another rank's memory stays
+/// there, though that rank's operation fails and new buffers are allocated at once.
 fn late_readers(seed: u64) {
     const N: usize = 4;
     for i in 0..8 {

@@ -1,5 +1,5 @@
 //! Streams share the hardware queues of a device: one that waits may hold up another. The driver for tests has 8 queues, as
-//! real ones do, or as many as `CUDA_DEVICE_MAX_CONNECTIONS` says; here it has one, or few.
+//! real ones do, or as many as `CUDA_DEVICE_MAX_CONNECTIONS` says; most tests here give it one, or few.
 
 use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -223,8 +223,8 @@ const NOT_WITH_ONE: [&str; 17] = [
     "stripes::what_has_come_is_reduced_and_goes_back_before_the_rest_has_come",
 ];
 
-/// Tests that are not run again with other queues: those that choose their queues themselves, two that take a wait away to see that this is noticed (a
-/// shared queue may hold up what no wait does), and one that counts driver calls, of which there are more where streams hold each other up.
+/// Tests that are not run again with other queues: those that choose their queues themselves, two that take a wait away to see that this is
+/// noticed (a shared queue may hold up what no wait does), and one that counts driver calls (more where streams hold each other up).
 const NOT_AGAIN: [&str; 6] = [
     "costs::a_small_operation_makes_few_calls",
     "queues::",
@@ -259,9 +259,9 @@ fn the_same_tests_pass_with_one_queue() {
     }
 }
 
-/// Runs all tests but those in [`NOT_AGAIN`] and [`NOT_WITH_ONE`] with few queues that are dealt at random, a limit of work on a stream, and a lock that a call
-/// holds while it waits for room. The tests that depend most on the order of streams also run with half of the queues reserved for the highest priority, and
-/// with `ALLSTREAM_TEST_FULL=all` with each of the other settings alone.
+/// Runs all tests but those in [`NOT_AGAIN`] and [`NOT_WITH_ONE`] with few queues that are dealt at random, a limit of work on a stream, and a
+/// lock that a call holds while it waits for room. The tests that depend most on the order of streams also run with half of the queues reserved
+/// for the highest priority, and with `ALLSTREAM_TEST_FULL=all` with each of the other settings alone.
 #[test]
 fn the_same_tests_pass_however_queues_are_dealt_and_filled() {
     if is_child() || !full() {

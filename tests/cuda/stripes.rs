@@ -132,8 +132,8 @@ fn copied() -> (u64, u64) {
     (calls("cuMemcpyDtoHAsync_v2"), calls("cuMemcpyHtoDAsync_v2"))
 }
 
-/// Rank 0 has a device. The last of its copies to the host is held up: meanwhile all data before it is reduced, and on its way
-/// back.
+/// Rank 0 has a device. The last of its copies to the host is held up: meanwhile all stripes but the last are reduced, and are on
+/// their way back.
 #[test]
 fn what_has_come_is_reduced_and_goes_back_before_the_rest_has_come() {
     child("stripes::what_has_come_is_reduced_and_goes_back_before_the_rest_has_come", &[], || {

@@ -1,4 +1,4 @@
-//! A process that forks while it is a member. Threads do not survive that, and all else the child shares with its parent.
+//! A process that forks while it is a member. The child has none of its parent's other threads, but all else: memory, sockets and files.
 
 use std::io::Read;
 use std::os::fd::{FromRawFd, IntoRawFd, OwnedFd};
@@ -200,7 +200,7 @@ pub(crate) async fn leaves_a_child(me: Me) {
 }
 
 fn fork_a_sleeper() -> i32 {
-    // SAFETY: the child makes two system calls, over and over, and ends by a signal: the test's, or its own alarm.
+    // SAFETY: the child makes only system calls: it sets an alarm, then pauses over and over. It ends by a signal: the test's, or that alarm.
     unsafe {
         let child = libc::fork();
         if child == 0 {

@@ -73,7 +73,7 @@ enum Command {
         #[arg(long)]
         for_rehearsal: bool,
     },
-    /// Try what finds RDMA devices on Soft-RoCE, in a virtual machine with a kernel of Debian's
+    /// Test the search for RDMA devices, and the link over them, on Soft-RoCE, in a virtual machine with a kernel of Debian's
     Rdma {
         /// Print what the link costs there, beside perftest and TCP
         #[arg(long)]

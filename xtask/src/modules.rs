@@ -35,7 +35,7 @@ struct Module<'a> {
     /// The names that `use` brings into the module, each with the path it stands for: several paths where a `cfg` decides.
     imports: BTreeMap<String, Vec<Vec<String>>>,
     globs: Vec<Vec<String>>,
-    /// Every path in the module's code, with its line and whether it is only for tests.
+    /// Every import, and every path of several names, in the module's code, with its line and whether it is only for tests.
     paths: Vec<(Vec<String>, usize, bool)>,
 }
 

@@ -6,10 +6,10 @@ use std::time::Duration;
 use crate::house::Check;
 use crate::journal::{Counts, Report};
 
-/// The packages that are built and tested in one cargo command, so that common dependencies are compiled once, with the features that any of them asks for.
+/// The packages that each cargo command takes together, so that common dependencies are compiled once, with the features that any asks for.
 pub(crate) const PACKAGES: &str = "--package allstream --package allstream-plan --package allstream-kernels \
      --package allstream-cuda-kernels --package allstream-sys --package allstream-cli --all-features";
-/// The packages that the full run builds with [`PACKAGES`]: what takes the place of drivers and libraries in tests, and the loom tests.
+/// The packages that the full run adds to [`PACKAGES`]: what takes the place of drivers and libraries in tests, and the loom tests.
 pub(crate) const TOOLS: &str =
     "--package cuda-driver-for-tests --package nccl-for-tests --package verbs-for-tests --package loom-tests";
 

@@ -64,7 +64,7 @@ fn nothing(_: &Path) -> Result<(), String> {
     Ok(())
 }
 
-/// `cargo test` with these arguments, whose programs get the others and tell how long each test took. libtest does that only where unstable
+/// `cargo test` with `arguments`. Its programs get `of_programs`, and tell how long each test took; libtest does that only where unstable
 /// features are allowed. So the programs alone get the variable that allows them, by what cargo starts them with: with the
 /// variable in cargo's own environment everything would be built anew.
 fn tests_of(name: &str, arguments: &str, of_programs: &str) -> Part {
@@ -202,7 +202,7 @@ fn all(is_full: bool) -> Vec<Part> {
             .full(),
         // After Python, whose torch has brought NVIDIA's NCCL along.
         tests_of("NCCL as pip has it", "--package allstream-sys --test real_nccl", "").full(),
-        // After Python, whose environment the pack's rehearsal has arrays of numpy and torch from.
+        // After Python, from whose environment the pack's rehearsal takes its arrays of numpy and torch.
         tests_of("GPU pack's runner", "--package gpu-pack", "").full(),
         Part { work: Work::Steps(pack::prove), ..cargo("GPU pack", "") }.full(),
         Part { work: Work::Steps(pack::run), ..cargo("GPU", "") }

@@ -21,7 +21,7 @@ fn copies(call: fn(&SharedComm, &Tensor) -> Result<Tensor>) -> f64 {
     let _alone = counting::alone();
     let bytes = support::on_ranks(RANKS, move |comm| {
         let x = Tensor::ones(ELEMENTS, DType::F32, &Device::Cpu).unwrap();
-        // What the first call allocates the engine keeps.
+        // The engine keeps what the first call allocates, so the first is not counted.
         drop(call(&comm, &x).unwrap());
         comm.barrier().wait().unwrap();
         if comm.rank() == 0 {

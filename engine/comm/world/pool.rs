@@ -135,7 +135,7 @@ impl Pool {
         Pool { state: Mutex::new(state), wholes: Wholes::default() }
     }
 
-    /// An endpoint has ended, and nobody holds it: keeps its end of a library, if it has one.
+    /// An endpoint has ended, and nobody holds it: keeps its end of a library's communicator (NCCL's), if it has one.
     fn keep_whole(&self, endpoint: &Endpoint) {
         let capacity = self.state.lock().capacity;
         self.wholes.keep(endpoint, capacity);

@@ -15,7 +15,8 @@ use crate::exec::Work;
 use crate::exec::carrier::{Carrier, Lanes, OnStream, Passed, Submission};
 use crate::types::mix;
 
-/// An operation that a library takes whole. The parts of such an operation are those of the barrier.
+/// An operation that a library takes whole. Its parts are those by which the ranks meet: a barrier and, if each rank
+/// knows only its own counts, messages without payload that compare these.
 pub(crate) struct WholeOp {
     by: Arc<dyn Whole>,
     /// The order of launches on the rank's device, if the operation is on device memory.
@@ -53,7 +54,7 @@ impl WholeOp {
         WholeOp { by: bound.whole.clone(), order: bound.order.clone(), device, token, state }
     }
 
-    /// Called when a barrier is passed, so that all ranks have called the same. Returns whether the second barrier is to begin now: if so,
+    /// Called when a barrier is passed: all ranks have called the same. Returns whether the second barrier is to begin now: if so,
     /// this rank has named a time for the launch.
     fn begins_to_agree(&self, state: &mut State) -> bool {
         let is_first = state.turn.is_none() && state.call.is_some();

@@ -1,8 +1,8 @@
 //! The words by which the streams of two ranks in two processes wait for each other.
 //!
-//! A rank has a page of its own region for each rank in another process: its *inbox*. Only the peer's stream writes
-//! there, and only this rank's stream waits there, so that whatever becomes of the peer, a store of this rank's host to its
-//! own memory ends every wait of its own stream ([`Inbox::release`]). The same page is the peer's *outbox*.
+//! A rank has a page of its own region for each rank in another process: its *inbox*. Of all streams, only the peer's writes
+//! there, and only this rank's waits there. So, whatever becomes of the peer, a store of this rank's host to its own memory
+//! ends every wait of its own stream ([`Inbox::release`]). The same page is the peer's *outbox*.
 //!
 //! Words count frames, on a circle: both streams come to frames in the order of their ring.
 
@@ -18,7 +18,7 @@ use crate::error::Error;
 use crate::link::region::{PAGE, Region};
 use crate::types::Rank;
 
-/// Offset in the page, in bytes, as of all these words: how many frames of the link from the peer may be read.
+/// This word says how many frames of the link from the peer may be read. (The constants are the words' offsets in the page, in bytes.)
 pub(super) const READY: usize = 0;
 /// How many frames of the link to the peer it has read.
 pub(super) const DONE: usize = 128;

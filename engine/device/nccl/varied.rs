@@ -8,8 +8,8 @@ use crate::device::whole::{Piece, WholeCall};
 use crate::types::{Kind, Rank, Tables};
 
 impl NcclEnd {
-    /// Makes the calls of a piece with a count for each rank, in a group. An empty block gets no call: both ends of a message, and all
-    /// ranks of a broadcast or a reduction, have compared its length before, so all of them leave it out.
+    /// Makes the calls for a piece with a count for each rank. The caller has begun a group. An empty block gets no call: both ends of a
+    /// message, and all ranks of a broadcast or a reduction, have compared its length before, so all of them leave it out.
     ///
     /// # Safety
     /// As of [`Whole::submit`](crate::device::whole::Whole::submit).

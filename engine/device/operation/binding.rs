@@ -184,7 +184,8 @@ impl Binding {
             });
         }
         if self.far.as_ref().is_some_and(|far| far.may_be_written()) {
-            // The callers' streams go on before the peers are done: a peer may overwrite what such a stream writes to a buffer that was handed on.
+            // The callers' streams will go on although a peer may still write to memory that it was lent: so it may overwrite what such a stream
+            // writes to a buffer that was handed on. The verdicts on these buffers tell of that.
             self.leaving.verdicts.lock().iter().for_each(|verdict| verdict.overtake());
         }
         let operations = match self.is_ordered() {

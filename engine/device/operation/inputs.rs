@@ -141,7 +141,7 @@ impl DeviceOp {
         };
         let (operation, called) = (Arc::downgrade(self), Instant::now());
         later(PATIENCE, move || {
-            // Whoever settles has all that is put off done at once: too early to say that the operation cannot go on, so nothing is said of it.
+            // `settle` runs all deferred jobs at once. Then it is too early to know that the operation cannot go on, and nothing is reported.
             let is_early = called.elapsed() < PATIENCE;
             let Some(operation) = operation.upgrade().filter(|_| !is_early) else { return };
             if waiting.is_waiting() && !operation.has_come_to_call() {
@@ -151,8 +151,8 @@ impl DeviceOp {
     }
 
     /// Whether the rank's stream may be made to wait for this operation's inputs now. The inputs may be held up by another rank's stream that waits
-    /// for the end of an earlier operation. As long as that end is not on a stream, it might get into a hardware queue behind this rank's wait, if the
-    /// ranks' streams share one. After `false`, whoever drives the rank is woken when the end is on a stream.
+    /// for the end of an earlier operation. The work that signals that end must be on its stream first: put there later, it could share a hardware
+    /// queue with this rank's wait and be stuck behind it. After `false`, whoever drives the rank is woken when that work is on its stream.
     pub(crate) fn may_begin(&self) -> bool {
         if self.has_begun.load(Ordering::Acquire) || !self.is_behind_joins() {
             return true;

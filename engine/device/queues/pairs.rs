@@ -1,9 +1,10 @@
 //! Finds out which of the callers' streams share a hardware queue. If two do, one that waits for a collective holds up the other, on which another
 //! rank may make its input.
 //!
-//! Callers' streams cannot be moved to another queue. So each two are only asked about, once, in the same way as streams of ours (`queues.rs`):
-//! one stream waits for a word of the host's, and the others are each told to write a word. A stream whose word comes only when the host has let
-//! the first stream go on was held up by it. A stream whose word does not come even then had other work to do, and nothing is known of it.
+//! Callers' streams cannot be moved to another queue. So the device is only asked about each pair, until an answer is known, in the same way as
+//! about streams of ours (`queues.rs`): one stream waits for a word of the host's, and the others are each told to write a word. A stream whose
+//! word comes only when the host has let the first stream go on was held up by it. A stream whose word does not come even then had other work to do,
+//! and nothing is known of it.
 
 use std::sync::Arc;
 use std::time::Instant;

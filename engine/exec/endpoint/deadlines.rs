@@ -53,8 +53,8 @@ impl Run {
             self.active.count_from(now);
         }
         let (number, signature, timeout, started) = self.active.current()?;
-        // The ranks meet for a collective that a library takes whole only when what is on streams before it has ended: until then
-        // that is the oldest. Any other collective may wait behind one that hangs on the device, which began first and is to be named.
+        // For a collective that a library takes whole, the ranks meet only when all that was put on streams before it has ended: as long as
+        // any of that is left, this one is not to blame. Any other is to blame unless one before it is about to be overdue on the device.
         let is_oldest = match self.active.carrier().is_some_and(|carrier| carrier.meets_last()) {
             true => self.endings.is_empty(),
             false => !self.endings.is_soon_overdue(&self.clock, now),

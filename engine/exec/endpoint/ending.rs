@@ -33,7 +33,7 @@ pub(super) struct Ending {
     oldest: Option<Instant>,
     /// When it was first seen to be the oldest with its inputs there.
     ready: Option<Instant>,
-    /// Since when it is the oldest and the driver has not taken its first work; `None`: the driver has.
+    /// Since when it is seen to be the oldest while the driver has not taken its first work; `None`: the driver has, or nobody has looked yet.
     untaken: Option<Instant>,
     is_watched: bool,
 }
@@ -66,8 +66,8 @@ impl Endings {
         self.0.len() >= MOST
     }
 
-    /// Whether the oldest is overdue, or will be within [`grace`]: by so much its deadline may be noticed too late, as its inputs are only
-    /// seen to be there when somebody looks.
+    /// Whether the oldest is overdue, or will be within [`grace`]: its time counts from when somebody saw its inputs there, and they may have
+    /// been there for that long already.
     pub(super) fn is_soon_overdue(&self, clock: &DeadlineClock, now: Instant) -> bool {
         let first = self.0.front().and_then(|first| Some((first.ready?, first.timeout)));
         first.is_some_and(|(ready, timeout)| clock.is_overdue(now + grace(timeout), ready, timeout))
@@ -102,8 +102,8 @@ impl Endings {
         Some((now.saturating_duration_since(oldest) / PART).clamp(SOONEST, LATEST))
     }
 
-    /// If the oldest has taken long, and is not watched yet: has the driver asked now and then whether the device has failed. The function
-    /// that `tell` makes is called when it has.
+    /// If the oldest has taken long and is not watched yet, has it watched: the driver is then asked now and then whether the device has
+    /// failed. When it has, the function that `tell` makes is called.
     pub(super) fn watch<T: FnOnce() + Send + 'static>(&mut self, now: Instant, tell: impl FnOnce() -> T) {
         let Some(first) = self.0.front_mut() else { return };
         let is_long = first.oldest.is_some_and(|oldest| now.saturating_duration_since(oldest) > LONG);
@@ -115,7 +115,8 @@ impl Endings {
         }
     }
 
-    /// The error if the oldest collective has been on the device for longer than its time limit.
+    /// The error if the oldest collective is overdue. Its time limit counts from when its inputs are there, or else while the driver has not
+    /// taken its first work.
     pub(super) fn overdue(
         &mut self,
         clock: &DeadlineClock,

@@ -1,4 +1,4 @@
-//! The end of an endpoint, after which its runs and links may serve the communicator's next generation.
+//! The end of an endpoint, after which its links may serve the communicator's next generation.
 
 use std::sync::Arc;
 

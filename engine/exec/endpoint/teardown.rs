@@ -22,16 +22,16 @@ use crate::trace::{Recorder, State};
 /// How long a dead communicator waits for its slots.
 pub(super) const HANG_UP: Duration = Duration::from_secs(1);
 
-/// How long a dead communicator waits for peers in other processes that touch its users' memory.
+/// How long a dead communicator waits for peers in other processes, devices and copies that may touch its users' memory.
 const READ_ON: Duration = Duration::from_millis(500);
-/// And for a library that takes operations whole to end what it does.
+/// And for a library that runs whole operations (such as NCCL) to end what it does.
 const ABORT: Duration = Duration::from_secs(2);
 
 /// What becomes of the buffers of an operation that has failed.
 enum Fate {
     /// They come back: nobody else touches them.
     Back,
-    /// Peers in other processes, or links, may touch them until then.
+    /// Peers in other processes, or links, may touch them until these leases are over.
     Until(Vec<Arc<Lease>>),
     /// The same of memory on a device.
     UntilOnDevice(Vec<Arc<Lease>>),
@@ -43,7 +43,7 @@ enum Fate {
 type OnDevices = Option<Arc<Lease>>;
 
 impl Fate {
-    /// By the leases of those that were lent some of it, and of links that write to it.
+    /// By the leases of the peers that were lent some of the buffers, and of the links that write to them.
     fn of(lent: Option<Vec<Arc<Lease>>>, written: Option<Vec<Arc<Lease>>>) -> Fate {
         match lent.zip(written).map(|(lent, written)| [lent, written].concat()) {
             Some(leases) if leases.is_empty() => Fate::Back,
@@ -56,7 +56,7 @@ impl Fate {
         if never { Fate::Never } else { self }
     }
 
-    /// Where devices may touch them.
+    /// This fate, changed for devices: `touched` says whether they may still touch the buffers, `until` for how long.
     fn or_touched(self, touched: bool, until: &OnDevices) -> Fate {
         match (self, until) {
             (fate, _) if !touched => fate,
@@ -89,7 +89,7 @@ impl Run {
         !table.has_queued() && self.active.is_empty() && self.endings.is_empty() && self.messages.is_idle()
     }
 
-    /// Fails everything once no peer can touch our buffers any more.
+    /// Fails everything once no peer can touch our buffers, or the time to wait is over: then buffers that may still be touched are set apart.
     pub(super) fn tear_down(&mut self, of: &Arc<Endpoint>) -> Progress {
         if kept(Wait::Revoked) {
             of.commands.cut();
@@ -187,7 +187,7 @@ impl Run {
         keep_remains();
         let mut failed = self.take_begun(of, (on_devices, &until), &cause);
         of.submitted.take_queued(&mut failed, &until, &of.recorder, &cause);
-        // Those that are given up only here, as they were called after the communicator had failed.
+        // Now the remains of operations that were given up only above, as they were called after the communicator had failed.
         keep_remains();
         for (key, fate) in failed {
             of.submitted.set_apart(key, fate, &of.copy_backs);

@@ -12,7 +12,7 @@ use crate::link;
 use crate::plan::{self, Lending, Program, Shape};
 use crate::types::{Algo, DType, Kind, ReduceOp, Signature};
 
-/// Lends as the host does, if it `can`. Else it says of every peer that it cannot reach the memory.
+/// Lends as the host does, if it `can`. Else it answers that no peer can reach the memory.
 #[derive(Clone)]
 struct Willing {
     can: bool,

@@ -30,8 +30,8 @@ impl Visitors {
         self.tell.clone()
     }
 
-    /// Tells the ranks of each rank that goes away before it is connected to all; rank 0 is told by `gave_up`. Ends when no rank is connecting
-    /// any more.
+    /// If a rank goes away before it is connected to all, tells the others that are not done; rank 0 is told by `gave_up`. Ends when no rank is
+    /// connecting any more.
     ///
     /// Where the ranks try RDMA, `verdict` is given. Ranks that are connected then wait until all are, and are told whether links go over
     /// RDMA, rank 0 by `verdict`: links do if no trial has failed.

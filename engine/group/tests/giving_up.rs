@@ -138,7 +138,7 @@ async fn awaiting_rank_2()
     (awaiting, table, alive)
 }
 
-/// Makes rank 2 a pair with another one.
+/// Connects rank 2 to another rank, and awaits that each has said that it is ready.
 pub(super) async fn pair_with(to: Rank, table: &Table) -> tokio::net::TcpStream {
     let purpose = Purpose::Control { world: table.world, from: 2, to };
     let end = tokio::time::Instant::now() + LIMIT;

@@ -161,7 +161,7 @@ fn tell(plot: Plot, seed: u64) -> Told {
     Told { log: stage.told(), is_over }
 }
 
-/// Many means, of which a death interrupts one.
+/// Many means; if `dies`, a death interrupts one of them.
 fn plot(n: usize, dies: bool) -> Plot {
     Plot { n, rounds: 200, algo: Algo::Auto, dies }
 }
@@ -214,7 +214,7 @@ fn every_broken_plan_is_noticed_in_its_story_and_in_no_other() {
             let (plan, step, mutation) = (Broken::Steps, *step, *mutation);
             let planted = Planted { kind: Kind::AllReduce, rank: 1, plan, step, mutation };
             let told = planted_in_story(planted, || catch_unwind(|| tell(plot, seed as u64)));
-            // A plan that makes no sense at all may be more than the kernels take.
+            // The kernels may panic at a plan that makes no sense at all: then it was noticed.
             let Ok(told) = told else { continue };
             assert!(!ends_well(&told), "{planted:?} was not noticed:\n{}", told.log.join("\n"));
         }

@@ -92,8 +92,8 @@ impl<B: Buf> NodeBuckets<B> {
         all_or_back(joined.collect(), Ordered::wait)
     }
 
-    /// Launches the buckets of all devices that are not launched yet: in rounds, as a device waits for its oldest bucket to launch one more than
-    /// may be in flight, and that bucket ends only once the other devices have launched it, too.
+    /// Launches the buckets of all devices that are not launched yet, in rounds: a device that has as many in flight as it may waits for its oldest
+    /// bucket before it launches another, and that bucket ends only once the other devices have launched it, too.
     fn launch_rest(&mut self) -> Result<(), Error> {
         self.0.iter_mut().try_for_each(Buckets::launch_first)?;
         let mut is_left = true;

@@ -153,8 +153,8 @@ impl<'a, 'py> Calling<'a, 'py> {
         self.list(outs, Use::Write, |call, outputs| submit(call, inputs, outputs))
     }
 
-    /// `out`, or a new array of the library and element type of `like`. Without `counts`, `new` names the function of `_arrays.py` that makes the
-    /// array, and its number of ranks. With `counts` the array has one dimension, of as many elements as `flat` computes from them.
+    /// `out`, or a new array of the library and element type of `like`. Without `counts` it is made by the function of `_arrays.py` that `new`
+    /// names, which gets the number in `new` (of ranks). With `counts` the array has one dimension, of as many elements as `flat` computes from them.
     ///
     /// # Errors
     /// `like` is no array, or its library is not one whose arrays `_arrays.py` can make; the errors of `flat`.

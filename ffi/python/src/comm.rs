@@ -90,7 +90,7 @@ impl Comm {
         Claim::of(self.number)
     }
 
-    /// The place among this communicator's callbacks for those of an operation that this thread is calling.
+    /// The place, in this communicator's order of callbacks, of an operation that this thread is calling.
     pub(crate) fn place(&self, is_message: bool) -> Place {
         self.callbacks.place(is_message)
     }
@@ -228,7 +228,8 @@ impl Comm {
         path.map(|path| described(&path)).map_err(|error| errors::of(py, &error))
     }
 
-    /// As `bind_device`, but NCCL runs those collectives on arrays of CUDA devices that it supports. No two ranks may have the same device.
+    /// As `bind_device`, but NCCL runs the collectives that it supports. Ranks may share a device only if `NCCL_MULTI_RANK_GPU_ENABLE=1` is set on
+    /// all of them and NCCL is 2.30 or newer.
     fn bind_nccl(&self, py: Python<'_>, device: usize) -> PyResult<String> {
         let (shared, device) = (self.shared(py, "bind_nccl")?, cuda_device(py, device)?);
         let path = block_on(py, shared.bind_nccl(&device))?;

@@ -1,5 +1,6 @@
 //! The memory that operations use now. Rust's types keep a program from touching memory in flight; Python cannot. A second operation on the same
-//! host memory, or a part of it, waits for the first if both are of one communicator; else, and on a device, it is refused with an error.
+//! host memory, or a part of it, waits for the first if both are of one communicator; else, and on a device, it is refused with an error. Two that
+//! only read do not disturb each other.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -101,7 +102,7 @@ struct Table {
     read: BTreeMap<(usize, u64), (usize, Arc<Holder>)>,
     /// No range in `read` is longer than so many bytes. 0 again when `read` becomes empty.
     longest_read: usize,
-    /// Ranges that overlapped with another range of this table when they were taken. Few programs have any.
+    /// Ranges that had to wait for another range of this table when they were taken ([`Table::holders`]). Few programs have any.
     queued: Vec<Queued>,
     next: u64,
 }

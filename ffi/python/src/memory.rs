@@ -45,8 +45,8 @@ struct Tensor {
     stream: Option<Arc<cuda::CallStream>>,
 }
 
-// SAFETY: `start` is of memory that the owner keeps, and both owners may be sent: a Python object is touched only with the GIL held, and
-// `Memory` never drops one itself (`Drop` leaves it to the keeper).
+// SAFETY: `start` is of memory that the owner keeps, and both owners may be sent: a Python object is touched and dropped only with the GIL
+// held (the caller of `release` has it, and `Drop` leaves the object to the keeper).
 unsafe impl Send for Memory {}
 
 // SAFETY: for an object, `numpy::look` or `dlpack::look` has found `len` aligned elements of this type at `start`, one after another, in memory

@@ -94,5 +94,6 @@ def test_a_process_ends_while_a_callback_waits(job):
         comm.all_reduce(numpy.ones(4)).add_done_callback(then)
         """,
     ).ends()
-    # When a rank leaves, the operations that only the other rank has called fail, and the wait in its callback raises. No process may hang or be killed.
+    # When a rank leaves, the operations that only the other rank has called fail, and the wait in its callback raises. No process may hang
+    # or be killed.
     assert [code for code, _, _ in outputs] == [0, 0], outputs

@@ -145,7 +145,7 @@ def test_a_rank_that_holds_the_gil_does_not_hold_up_the_others(job):
         array = numpy.ones(1000, "float32")
         held, slept = [], []
         def hold(seconds):
-            # One call into numpy that keeps the GIL: object arrays are compared element by element.
+            # Python code that keeps the GIL: it gives it up only after the switch interval, 10 s.
             end = time.monotonic() + seconds
             while time.monotonic() < end:
                 sum(range(1000))

@@ -346,7 +346,7 @@ mod tests {
         assert_eq!(agree(&loans, &steps(Algo::Ring)), Err(Disagreement::Silent { rank: 0, to: 2 }));
         let late = agree(&loans, &steps(Algo::RecursiveDoubling));
         assert!(matches!(late, Err(Disagreement::Late { rank: 0, to: 2, .. })), "{late:?}");
-        // The same steps, but rank 0's first message to rank 1 moved to the end: the first one is now the result, which waits for peers.
+        // The steps of `direct`, but with rank 0's first message to rank 1 moved to the end: its first one is now the result, which waits for peers.
         let mut steps = steps(Algo::Direct);
         let first = steps[0].steps.remove(0);
         steps[0].steps.push(first);

@@ -8,8 +8,8 @@
 //! receiver that use it in orders fixed by their plans, so all schedules have the same outcome (Kahn, "The
 //! semantics of a simple language for parallel programming", 1974).
 //!
-//! In plans of loans ([`super::lending()`]) it also checks that a lender does not touch what it has lent. A rank can touch no
-//! memory of another but what it was lent, so while one rank may write a piece of memory, no other touches it. Whether either all
+//! In plans of loans ([`super::lending()`]) it also checks that a lender does not touch what it has lent. A rank can touch only
+//! its own memory and what it was lent. So as long as one rank may write a piece of memory, no other touches it. Whether either all
 //! ranks take the plans of loans or none does is another question: see [`agree`].
 //!
 //! At the end every piece of every rank's memory is checked: each result has exactly once every contribution that it should

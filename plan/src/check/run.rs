@@ -1,5 +1,5 @@
 //! Runs all plans at once, symbolically, as [`crate::compile`] says that an executor does, over links
-//! that store nothing.
+//! that store nothing (in an eager run: everything).
 //!
 //! The plans are a Kahn network (each link has one sender and one receiver, which use it in orders fixed by their plans), so
 //! the outcome does not depend on the order in which steps are tried. A worklist holds the steps that may be able to go on.
@@ -70,7 +70,7 @@ pub(super) struct Run<'a> {
     queued: Vec<bool>,
     /// By cell of memory that is out on loan: the borrowers, and whether each may write it.
     lent: HashMap<usize, Vec<(Rank, bool)>>,
-    /// The first touch of a cell by its owner while it was out on loan.
+    /// The first touch of a cell by its owner that a loan of the cell forbade.
     pub(super) held: Option<Fault>,
     /// The longest chain of messages so far.
     pub(super) hops: u32,

@@ -70,7 +70,7 @@ impl Shape {
         (ins, outs, self.ins + self.outs)
     }
 
-    /// Two operands and more, one output and more, in place and not.
+    /// Two operands and more, one output and more, in place and not; and one shape with a single operand.
     fn all(random: &mut Random) -> Vec<Shape> {
         let mut shapes = Vec::new();
         for two in [true, false] {
@@ -155,7 +155,8 @@ fn scale(
     device.check(random, &launch.unwrap(), buffers, &expected).map_err(case)
 }
 
-/// Packs or unpacks some tensors, with gaps between them in the buffer. With `Lie::Alike` their parts of it also start at vectors.
+/// Packs or unpacks some tensors, with gaps between them in the buffer. With `Lie::Alike` each tensor's part of the buffer also begins at a
+/// multiple of 16 elements.
 fn pack(
     device: &mut Device,
     random: &mut Random,

@@ -77,7 +77,7 @@ impl Board {
     }
 }
 
-/// Says what this rank got, for [`verdicts`].
+/// Prints what this rank got, as a line that [`told`] reads.
 fn tell(number: usize, got: &Result<Verdict, Error>) {
     let said = match got {
         Ok(v) => format!("verdict {number} {} {:?} {:?}", v.flag, v.survivors, v.lost),
@@ -333,7 +333,8 @@ fn stop_in_between() {
         return;
     }
     tell(1, &comm.agree_within(true, SOON).wait());
-    // If the victim's vote had come, the verdict came before its heartbeat was missed: wait until it is lost, as the test wakes it then.
+    // If the victim had voted, the verdict may have come before anyone noticed that the victim had stopped. The test wakes the victim once all
+    // survivors have said what they decided, so each waits here until the victim counts as lost.
     let end = Instant::now() + SOON;
     while comm.check().is_ok() {
         assert!(Instant::now() < end, "the stopped rank is not lost");

@@ -121,7 +121,7 @@ fn a_child_agrees_with_ranks_of_its_own_and_does_not_count_as_a_collective() {
 fn a_rank_that_left_is_lost_and_one_that_left_after_its_vote_is_counted() {
     for link in LINKS {
         let all = each(4, link, |rank, comm| match rank {
-            // Leaves before anyone has voted; the others' agreement ends once they have its goodbye.
+            // Leaves without a vote; the others' agreement ends once they have its goodbye.
             0 => {
                 block_on(comm.close()).unwrap();
                 None

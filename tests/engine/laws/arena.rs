@@ -50,8 +50,8 @@ fn arena_buffers_go_through_every_algorithm_and_messages() {
     }
 }
 
-/// Only a rank itself knows whether it can lend what its peers need: they see it from its first frame, and all take the same path.
-/// Where all can lend, each lends its buffers in place, or slots where it cannot.
+/// Only a rank itself knows whether it can lend what its peers need: the peers learn it from its first frame, and all take the same path.
+/// Where all can lend, each lends its buffers where they lie, or copies in slots if peers cannot reach the buffers.
 #[cfg(feature = "testing")]
 #[test]
 fn ranks_that_cannot_lend_are_heard_of_by_all() {

@@ -40,8 +40,8 @@ fn law_6_all_ranks_get_the_same_bits_by_every_algorithm() {
     }
 }
 
-/// Deterministic mode: one result for one set of inputs, on every link, by every algorithm that may be named, in every
-/// collective; alone or in the middle of a longer buffer.
+/// Deterministic mode: one result for one set of inputs, on every link, by every algorithm that may be named, in all_reduce, reduce,
+/// reduce_scatter, scan and lists; alone or in the middle of a longer buffer.
 #[test]
 fn law_6_deterministic_results_depend_on_inputs_alone() {
     const LEN: usize = 5003;
@@ -75,7 +75,7 @@ fn law_6_deterministic_results_depend_on_inputs_alone() {
     }
 }
 
-/// Checks that the sum of `input` over all ranks has the same bits by every collective and algorithm; appends them to `to`.
+/// Checks that the sum of `input` over all ranks has the same bits by each of these collectives and algorithms; appends them to `to`.
 fn one_type<T: Element + PartialEq>(comm: &mut Comm, input: &[T], of: fn(&T) -> u64, to: &mut Vec<u64>) {
     let (n, rank, len) = (comm.size(), comm.rank(), input.len());
     let right = comm.all_reduce(input.to_vec()).wait().unwrap();

@@ -26,7 +26,7 @@ fn law_8_a_function_that_panics_is_an_error_on_every_rank() {
                 });
                 let call = comm.function(&function);
                 let buf = vec![rank as i64 + 1; len];
-                // Rank 2 is the one that has the sum of all.
+                // In each case rank 2 computes a sum of all ranks, at least of some elements.
                 let work = match kind {
                     Kind::AllReduce => call.all_reduce(buf),
                     Kind::Scan => call.scan(buf),

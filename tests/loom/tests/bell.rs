@@ -1,7 +1,7 @@
 //! Models of how the progress thread goes to sleep: `Doorbell::ring` (engine/link/local.rs), `ProgressThread::{nudge, kick, sleep, delist}`
 //! (engine/exec/progress_thread.rs), `Endpoint::arm` (engine/exec/endpoint/progress.rs). The descriptors that wake the progress thread are modelled
-//! by one flag, which each model reads at its end: a progress thread that fell asleep while there was work, and to which nobody has written, would
-//! sleep on. (The real thread also wakes at deadlines.)
+//! by one flag, which the models of sleep read at their end: a progress thread that fell asleep while there was work, and to which nobody has
+//! written, would sleep on. (The real thread also wakes at deadlines.)
 #![allow(missing_docs)]
 
 use loom::sync::atomic::{AtomicBool, AtomicU32, Ordering, fence};

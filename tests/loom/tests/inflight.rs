@@ -41,7 +41,7 @@ impl Wake for Wakes {
     }
 }
 
-/// Like `Endpoint::finish`: drops the buffer and wakes the waker that the table returns, both outside the table's lock.
+/// Like `Endpoint::finish` and then `run_completions`: drops the buffer and wakes the waker that the table returns, both outside its lock.
 fn finish(table: &Table, key: Key, result: Result<(), &'static str>) {
     let (waker, held) = table.lock().unwrap().finish(key, result);
     drop(held);

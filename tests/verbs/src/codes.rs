@@ -1,4 +1,4 @@
-//! Constants of the C header `verbs.h` that `allstream-sys` does not name.
+//! Constants of the C header `verbs.h`, as plain numbers. (`allstream-sys` has some of them too, in types of its own.)
 
 use std::ffi::{c_int, c_uint};
 

@@ -289,7 +289,7 @@ impl QueuePair {
         self.flush(shared);
     }
 
-    /// Completes what is posted to a pair in the error state as flushed, up to the first stalled request.
+    /// For a pair in the error state: completes as flushed all receives, and the requests to send up to the first stalled one.
     pub(crate) fn flush(&mut self, shared: &mut Shared) {
         self.report_done(shared);
         while self.sending.queue.front().is_some_and(|request| !request.is_stalled) {

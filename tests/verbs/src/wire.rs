@@ -48,7 +48,7 @@ pub(crate) struct Header {
     pub(crate) kind: u8,
     pub(crate) flags: u8,
     pub(crate) opcode: u8,
-    /// The code of the path MTU in the C header.
+    /// The path MTU, as its code in verbs' C header (`enum ibv_mtu`).
     pub(crate) mtu: u8,
     pub(crate) route: Route,
     pub(crate) source: u32,

@@ -1,4 +1,4 @@
-"""A real Ray cluster, started once for all tests, and four actors that all tests share which do not end their actors."""
+"""A real Ray cluster, started once for all tests, and four actors. Tests that end no actors share the four."""
 
 import itertools
 import os

@@ -87,7 +87,7 @@ def test_a_group_that_has_failed_is_destroyed_and_made_again(torch_job):
             dist.all_reduce(torch.ones(3), group=world)
         except (RuntimeError, ValueError) as error:
             print("destroyed")
-        # Another life of the job: the store is the same, and so its keys are others.
+        # Another life of the job in the same store: it needs keys of its own, hence the prefix.
         store = dist.PrefixStore("again", dist.TCPStore("127.0.0.1", int(os.environ["TEST_PORT"]), is_master=False))
         dist.init_process_group("allstream", store=store, rank=rank, world_size=size)
         dist.all_reduce(x := torch.ones(3))

@@ -57,7 +57,7 @@ def test_orders_of_memory_holes_and_lazy_bits(torch_job):
         # Inputs that are only read may be expanded.
         dist.broadcast(torch.ones(1).expand(4) if rank == 0 else torch.zeros(4), 0)
         pair = torch.complex(fresh(3), fresh(3))
-        # (What torch.distributed does with conjugates and negatives itself: most calls refuse them, and a result in place goes to a copy.)
+        # (torch.distributed itself refuses conjugates and negatives in most calls, and where the result is in place it puts it into a copy.)
         boxes = [torch.zeros(3, dtype=torch.complex64) for _ in range(2)] if rank == 0 else None
         dist.gather(pair.conj(), boxes)
         assert rank or boxes[1].imag.tolist() == [-100.0, -101.0, -102.0]
@@ -66,7 +66,7 @@ def test_orders_of_memory_holes_and_lazy_bits(torch_job):
         assert negative.is_neg()
         dist.all_gather(boxes, negative)
         assert boxes[1].tolist() == [-100.0, -101.0, -102.0]
-        # Where all meet in place, ranks that lie differently are told so.
+        # An all_reduce works in the order of memory: ranks whose tensors have different orders get an error.
         order = dist.new_group()
         try:
             dist.all_reduce(layouts["rows" if rank else "channels_last"](fresh(*shape)), group=order)

@@ -129,7 +129,7 @@ impl Context<'_> {
         Ok(attributes)
     }
 
-    /// The addresses of all ports of the device, at most `most`.
+    /// The addresses of all ports of the device. `most` is how many there are at most: if there are more, the library fails.
     ///
     /// # Errors
     /// The library's.

@@ -51,7 +51,8 @@ fn tame(random: &mut Random, exponent: u32, mantissa: u32) -> u64 {
     (random.bits() & 1) << (exponent + mantissa) | power << mantissa | digits
 }
 
-/// A float at an edge: zeros, ends of the subnormal, normal and finite numbers, infinities, NaNs; or of random bits.
+/// A float at an edge: zeros, ends of the subnormal, normal and finite numbers, infinities, NaNs; or of random bits. (`F8E4M3` has no
+/// infinities: there those bits, and most of the NaNs', are finite numbers.)
 fn wild(random: &mut Random, exponent: u32, mantissa: u32) -> u64 {
     let (one, infinity) = (1 << mantissa, ((1 << exponent) - 1) << mantissa);
     let edges = [

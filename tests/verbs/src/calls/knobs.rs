@@ -79,8 +79,8 @@ unsafe extern "C" fn allstream_test_verbs_set_port(device: *const c_char, port: 
     0
 }
 
-/// Makes each device that this process has open report a fatal error, as if the card's firmware had crashed. Requests that are posted are stalled:
-/// they send no more packets, and are not flushed.
+/// Makes each device that this process has open report a fatal error, as if the card's firmware had crashed. Requests that were posted before
+/// are stalled: they send no more packets, and are not flushed.
 #[unsafe(no_mangle)]
 extern "C" fn allstream_test_verbs_end_devices() -> c_int {
     let Ok(mut card) = card() else { return libc::EIO };
