@@ -135,11 +135,18 @@ fn unused_variables_count_as_zeros_where_that_is_allowed() {
     });
 }
 
+/// A `DataParallel` for a test in which a rank fails: all ranks have made theirs when this returns, so that none hears of the failure in `new`.
+fn made(comm: &SharedComm, vars: &VarMap) -> DataParallel {
+    let parallel = DataParallel::new(comm, vars).unwrap();
+    comm.barrier().wait().unwrap();
+    parallel
+}
+
 #[test]
 fn a_missing_gradient_is_named_and_nobody_waits_for_it() {
     let texts = on_ranks(2, |comm| {
         let vars = vars(0, &[("used", &[2]), ("unused", &[2])]);
-        let mut parallel = DataParallel::new(&comm, &vars).unwrap();
+        let mut parallel = made(&comm, &vars);
         let mut loss = var(&vars, "used").sum_all().unwrap();
         if comm.rank() == 1 {
             loss = (loss + var(&vars, "unused").sum_all().unwrap()).unwrap();
@@ -162,7 +169,7 @@ fn a_missing_gradient_is_named_and_nobody_waits_for_it() {
 fn a_gradient_that_is_missing_in_segments_is_named_on_all_ranks() {
     let texts = on_ranks(2, |comm| {
         let vars = vars(0, &[("a", &[4, 6]), ("b", &[4, 6])]);
-        let mut parallel = DataParallel::new(&comm, &vars).unwrap();
+        let mut parallel = made(&comm, &vars);
         let mut segments = parallel.segments();
         let first = segments.cut(&rows(0).matmul(&var(&vars, "a")).unwrap()).unwrap();
         let second = segments.cut(&rows(1).matmul(&var(&vars, "b")).unwrap()).unwrap();
@@ -226,7 +233,7 @@ fn weights_that_drift_apart_are_named() {
 fn what_does_not_fit_a_variable_or_a_cut_is_refused() {
     on_ranks(1, |comm| {
         let vars = vars(0, &[("a", &[2])]);
-        let mut parallel = DataParallel::new(&comm, &vars).unwrap();
+        let mut parallel = made(&comm, &vars);
         let a = var(&vars, "a");
         let ids = Tensor::new(&[1u32], &Device::Cpu).unwrap();
         let error = parallel.segments().cut(&ids).unwrap_err().to_string();
