@@ -188,12 +188,22 @@ def test_killed_while_meeting_and_replaced(pool, fresh, name, helpers, killed):
     victim, other = fresh(1).actors[0], 1 - killed
     ray.get(victim.do.remote(helpers.join, killed, 3, name), timeout=90)
     wait_for_keys(name, killed, victim, pool.actors[other], other, helpers)
-    ray.kill(victim)
+    kill_and_wait(victim)
     ray.get(pool.actors[3].do.remote(helpers.join, killed, 3, name), timeout=90)
     ray.get(pool.actors[2].do.remote(helpers.join, 2, 3, name), timeout=90)
     refs = [pool.actors[3].do.remote(summed, killed, name), pool.actors[other].do.remote(summed, other, name), pool.actors[2].do.remote(summed, 2, name)]
     assert ray.get(refs, timeout=90) == [[6.0] * 3] * 3
     ray.get([actor.do.remote(helpers.leave, 0, name) for actor in pool.actors], timeout=90)
+
+
+def kill_and_wait(victim):
+    """Kills an actor, and waits for the end of its process: `ray.kill` does not, and until then two processes are one rank."""
+    pid = ray.get(victim.pid.remote(), timeout=90)
+    ray.kill(victim)
+    until = time.monotonic() + 60
+    while os.path.exists(f"/proc/{pid}") and time.monotonic() < until:
+        time.sleep(0.02)
+    assert not os.path.exists(f"/proc/{pid}")
 
 
 def wait_for_keys(name, killed, victim, other_actor, other, helpers):
