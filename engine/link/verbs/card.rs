@@ -15,7 +15,7 @@ use super::events::Events;
 use super::hello::{Area, Hello};
 use super::layout::{LARGEST, PIECES, area_bytes, cut};
 use super::offers::Reads;
-use super::read::ADDRESSES;
+use super::read::addresses_of;
 use super::wishes::Wishes;
 use crate::error::Error;
 use crate::link::region::Region;
@@ -204,8 +204,8 @@ impl Card {
 
     /// How many slots a sender can have under way at once, as its queue has to take the requests for all of them.
     pub(super) fn slots_to_send(&self, max_message: u32) -> u32 {
-        let pieces = (cut(LARGEST, max_message).0 as u32).max(3);
-        (self.most_requests.saturating_sub(CELLS as u32) / pieces).clamp(1, MOST_SLOTS)
+        let most = self.most_requests.saturating_sub(CELLS as u32) / requests_of_large(max_message);
+        most.clamp(1, MOST_SLOTS)
     }
 
     /// How many requests a sender's queue has to take, with so many slots.
@@ -265,10 +265,14 @@ impl Drop for ReceiveArea {
     }
 }
 
-/// How many requests a sender's queue has to take, if it sends to so many slots; 0 for a narrow link. An offer of a large frame is three requests
-/// (`offers.rs`).
+/// How many requests a large frame may take: its messages, or three for an offer (`offers.rs`), which binds a window, writes, and invalidates the key.
+fn requests_of_large(max_message: u32) -> u32 {
+    (cut(LARGEST, max_message).0 as u32).max(3)
+}
+
+/// How many requests a sender's queue has to take, if it sends to so many slots; 0 for a narrow link.
 fn requests(slots: u32, max_message: u32) -> u32 {
-    CELLS as u32 + (slots * (cut(LARGEST, max_message).0 as u32).max(3)).max(PIECES as u32)
+    CELLS as u32 + (slots * requests_of_large(max_message)).max(PIECES as u32)
 }
 
 /// How many requests a queue may have; an error if a frame needs more.
@@ -317,8 +321,7 @@ impl Domain {
 
     /// An address of a port, by its index. The call fills one table with the addresses of all of the device's ports.
     fn gid(&self, ports: u8, port: u8, index: u32) -> Result<[u8; 16], VerbsError> {
-        let of_table = |len| usize::try_from(len).unwrap_or(0);
-        let of = |port| self.port(port).map_or(ADDRESSES, |about| of_table(about.gid_tbl_len));
+        let of = |port| addresses_of(self.port(port).as_ref());
         let room: usize = (1..=ports.max(port)).map(|port| of(port).min(1 << 12)).sum();
         let mut entries = vec![allstream_sys::verbs::IbvGidEntry::default(); room + 1];
         let size = size_of::<allstream_sys::verbs::IbvGidEntry>();

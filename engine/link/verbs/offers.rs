@@ -88,8 +88,6 @@ pub(super) struct Offering {
     is_refused: bool,
     /// The windows of offered frames, each at the frame's number modulo [`CELLS`].
     bound: [Option<Window>; CELLS as usize],
-    /// How many of these there are.
-    count: u32,
 }
 
 impl Offering {
@@ -111,12 +109,11 @@ impl Offering {
     /// A window that [`take`](Offering::take) gave is bound to the payload of a frame.
     pub(super) fn bind(&mut self, frame: u64, window: Window) {
         self.bound[(frame % CELLS) as usize] = Some(window);
-        self.count += 1;
     }
 
     /// Whether any frame is offered.
     pub(super) fn has_bound(&self) -> bool {
-        self.count > 0
+        self.bound.iter().any(Option::is_some)
     }
 
     /// The key of a frame's window, if the frame is offered.
@@ -126,10 +123,7 @@ impl Offering {
 
     /// The key of a frame's window is not valid any more, if the frame is offered.
     pub(super) fn is_over(&mut self, frame: u64) {
-        if let Some(window) = self.bound[(frame % CELLS) as usize].take() {
-            self.free.push(window);
-            self.count -= 1;
-        }
+        self.free.extend(self.bound[(frame % CELLS) as usize].take());
     }
 
     /// Gives back the window of a frame, so that the peer cannot read the payload any more. `false`: the frame is not offered, or the device keeps the
@@ -139,7 +133,6 @@ impl Offering {
         let ended = bound.as_mut().is_some_and(Window::end);
         if ended {
             *bound = None;
-            self.count -= 1;
         }
         ended
     }

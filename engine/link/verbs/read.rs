@@ -84,17 +84,17 @@ fn device(devices: &Devices<'_>, at: usize) -> Device {
     Device { name: devices.name(at), transport: devices.transport(at), ports }
 }
 
-/// No port of a usual card has more addresses. It is the room for those of a port that cannot be asked: the library gives the addresses of all ports,
-/// or an error if there are more than there is room for.
-pub(super) const ADDRESSES: usize = 256;
+/// How many addresses a port may have. If the port cannot be asked: as many as no port of a usual card exceeds. The library gives the addresses of all
+/// ports of a device, or an error if there are more than there is room for.
+pub(super) fn addresses_of<E>(port: Result<&IbvPortAttr, E>) -> usize {
+    const USUAL: usize = 256;
+    port.map_or(USUAL, |port| usize::try_from(port.gid_tbl_len).unwrap_or(0))
+}
 
 fn ports(context: &Context<'_>, count: u8) -> Vec<Port> {
     let asked: Vec<_> = (1..=count).map(|number| (number, context.port(number))).collect();
     // Room for one entry more than there can be, in case the kernel wants room to spare.
-    let of_table = |len| usize::try_from(len).unwrap_or(0);
-    let tables =
-        asked.iter().map(|(_, port)| port.as_ref().map_or(ADDRESSES, |port| of_table(port.gid_tbl_len)));
-    let room: usize = tables.sum();
+    let room: usize = asked.iter().map(|(_, port)| addresses_of(port.as_ref())).sum();
     let gids = context.gids(room + 1);
     let of_port = |number: u8| match &gids {
         Ok(entries) => {

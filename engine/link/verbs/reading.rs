@@ -12,7 +12,7 @@ use crate::link::{Frame, HEADER_BYTES};
 
 /// READs that are to be posted together.
 #[derive(Default)]
-struct Reads {
+struct ReadList {
     list: [Read; MOST_SLOTS as usize],
     count: usize,
 }
@@ -62,7 +62,7 @@ impl Receiving {
 
     /// Has the payloads of all offered frames READ to their slots, as many at once as may be.
     pub(super) fn read_to_slots(&mut self) -> Result<(), Error> {
-        let mut reads = Reads::default();
+        let mut reads = ReadList::default();
         let mut added = Ok(());
         for frame in self.credits.unreleased() {
             if added.is_ok() && self.credits.is_offered(frame) {
@@ -76,12 +76,12 @@ impl Receiving {
         // What was added is counted as under way, so it is posted whatever the later frames are. SAFETY: all READs are of `read_to_slot`. A slot is
         // registered for writes and as large as any payload. It is the frame's until the frame is released, which is after the completion, and the
         // area stays until the queue pair is destroyed. (A faulty peer may write to a slot, too, which changes only what is copied.)
-        let posted = unsafe { self.post(reads) };
-        added.and(posted)
+        unsafe { self.post(reads) };
+        added
     }
 
     /// Adds the READ of what is left of a frame to its slot. Returns whether there was room for it.
-    fn read_to_slot(&mut self, frame: u64, taken: &Taken, reads: &mut Reads) -> bool {
+    fn read_to_slot(&mut self, frame: u64, taken: &Taken, reads: &mut ReadList) -> bool {
         let (Some(slot), Some(area)) = (self.slot(frame), self.area.memory()) else { return false };
         let at = slot.wrapping_add(taken.done).expose_provenance() as u64;
         let into = IbvSge { addr: at, length: taken.left() as u32, lkey: area.local_key() };
@@ -89,7 +89,7 @@ impl Receiving {
     }
 
     /// Adds the READ of a frame's next bytes to where `into` says. Returns whether there was room for it.
-    fn read(&mut self, frame: u64, taken: &Taken, (to, into): (To, IbvSge), reads: &mut Reads) -> bool {
+    fn read(&mut self, frame: u64, taken: &Taken, (to, into): (To, IbvSge), reads: &mut ReadList) -> bool {
         if self.is_broken || self.taking.under_way() >= usize::from(self.reads) {
             return false;
         }
@@ -104,14 +104,13 @@ impl Receiving {
     ///
     /// # Safety
     /// As for [`QueuePair::post_reads`](super::queue_pair::QueuePair::post_reads).
-    unsafe fn post(&mut self, mut reads: Reads) -> Result<(), Error> {
+    unsafe fn post(&mut self, mut reads: ReadList) {
         if reads.count == 0 {
-            return Ok(());
+            return;
         }
         // SAFETY: the caller's promise.
-        match unsafe { self.pair.post_reads(&mut reads.list[..reads.count]) } {
-            Ok(()) => Ok(()),
-            Err(error) => self.lose(&error),
+        if let Err(error) = unsafe { self.pair.post_reads(&mut reads.list[..reads.count]) } {
+            self.lose(&error);
         }
     }
 
@@ -162,20 +161,20 @@ impl Receiving {
     /// # Safety
     /// As for [`LinkRx::receive_into`](crate::link::LinkRx::receive_into).
     unsafe fn read_ahead(&mut self, (dst, max): (*mut u8, usize), unit: usize) -> Result<(), Error> {
-        let mut reads = Reads::default();
+        let mut reads = ReadList::default();
         let added = self.add_ahead((dst, max), unit, &mut reads);
         // What was added is counted as under way, so it is posted whatever the later frames are. SAFETY: for slots as in `read_to_slots`. The other memory
         // lies in a registered buffer, which its operation owns; the link may write there (the caller's promise) until a call has returned these
         // bytes, or `revoke` has returned `true`, or what `writes_until` gave says so.
-        let posted = unsafe { self.post(reads) };
-        added.and(posted)
+        unsafe { self.post(reads) };
+        added
     }
 
     fn add_ahead(
         &mut self,
         (mut at, mut room): (*mut u8, usize),
         unit: usize,
-        reads: &mut Reads,
+        reads: &mut ReadList,
     ) -> Result<(), Error> {
         let mut before = None;
         for frame in self.credits.unreleased() {

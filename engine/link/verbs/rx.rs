@@ -300,11 +300,15 @@ impl Receiving {
                     // As in `Sending::look`: what is wrong with one completion keeps no other from being taken.
                     told.iter().map(|completion| self.take(completion)).fold(Ok(()), Result::and)?;
                     if let Err(error) = self.pair.post_receives(received(told)) {
-                        return self.lose(&error);
+                        self.lose(&error);
+                        return Ok(());
                     }
                 }
                 Ok(None) => break,
-                Err(error) => return self.lose(&error),
+                Err(error) => {
+                    self.lose(&error);
+                    return Ok(());
+                }
             }
         }
         self.tell();
@@ -441,10 +445,9 @@ impl Receiving {
     }
 
     /// Breaks the link off, as a call of the library failed.
-    pub(super) fn lose(&mut self, error: &VerbsError) -> Result<(), Error> {
+    pub(super) fn lose(&mut self, error: &VerbsError) {
         self.is_lost = true;
         self.break_off(error.to_string());
-        Ok(())
     }
 
     fn break_off(&mut self, problem: String) {

@@ -359,9 +359,7 @@ impl Sending {
     /// until the queue pair is destroyed.
     pub(super) fn lose(&mut self, problem: impl ToString) {
         self.break_off(problem.to_string());
-        self.pair.fail();
-        self.end_offers();
-        if self.pair.destroy() {
+        if self.destroy() {
             self.large = None;
             for frame in self.credits.gone()..self.credits.posted() {
                 if !self.is_offered(frame) {
@@ -369,6 +367,13 @@ impl Sending {
                 }
             }
         }
+    }
+
+    /// Destroys the queue pair, after the windows that are bound through it. `true`: as for [`QueuePair::destroy`].
+    fn destroy(&mut self) -> bool {
+        self.pair.fail();
+        self.end_offers();
+        self.pair.destroy()
     }
 
     fn break_off(&mut self, problem: String) {
@@ -545,9 +550,7 @@ impl Drop for Sending {
             std::mem::forget((self.cells.take(), self.slots.take()));
             return;
         }
-        self.pair.fail();
-        self.end_offers();
-        if !self.pair.destroy() {
+        if !self.destroy() {
             // The device may go on reading cells and slots for ever.
             std::mem::forget((self.cells.take(), self.slots.take()));
         }
