@@ -50,7 +50,8 @@ pub fn find() -> Result<Rdma, Error> {
 pub(crate) struct Prospect {
     /// What the rank says of it when it registers.
     pub(super) end: RdmaEnd,
-    port: Option<RdmaPort>,
+    /// The first two ports that were found; fewer if there are not as many.
+    ports: Vec<RdmaPort>,
     region: Arc<Region>,
     card: Arc<OnceLock<Arc<Card>>>,
 }
@@ -62,17 +63,18 @@ impl fmt::Debug for Prospect {
 }
 
 impl Prospect {
-    /// Opens the port, if it is not open yet.
+    /// Opens the ports, if they are not open yet.
     ///
     /// # Errors
-    /// There is no port, or the device refuses to open it.
+    /// There is no port, or the device refuses to open the first one.
     pub(super) fn open(&self) -> Result<Arc<Card>, Error> {
         if let Some(card) = self.card.get() {
             return Ok(card.clone());
         }
-        let port =
-            self.port.as_ref().ok_or_else(|| Error::system("open a port for RDMA", "there is none"))?;
-        let card = Card::open(read::library()?, port, &verbs::said()?, self.region.clone())?;
+        let mut ports = self.ports.iter();
+        let first = ports.next().ok_or_else(|| Error::system("open a port for RDMA", "there is none"))?;
+        let ports = (first, ports.next());
+        let card = Card::open(read::library()?, ports, &verbs::said()?, self.region.clone())?;
         let card = self.card.get_or_init(|| Arc::new(card));
         card.pin();
         Ok(card.clone())
@@ -81,7 +83,7 @@ impl Prospect {
     /// The prospect of a rank that says `end`, and whose port cannot be opened.
     #[cfg(test)]
     pub(super) fn pretended(end: RdmaEnd) -> Result<Prospect, Error> {
-        Ok(Prospect { end, port: None, region: Arc::new(Region::private()?), card: Arc::default() })
+        Ok(Prospect { end, ports: Vec::new(), region: Arc::new(Region::private()?), card: Arc::default() })
     }
 
     /// The port, where it was opened.
@@ -110,10 +112,10 @@ pub(crate) fn look(need: Need, region: &Arc<Region>) -> Result<Option<Prospect>,
         return Ok(None);
     }
     let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
-    let (port, why) = match find() {
-        Ok(found) => (found.ports.into_iter().next(), String::new()),
+    let (ports, why): (Vec<RdmaPort>, _) = match find() {
+        Ok(found) => (found.ports.into_iter().take(2).collect(), String::new()),
         Err(error) if need == Need::Chosen => return Err(needed_here(&host, error)),
-        Err(Error::Unavailable { problem, .. }) => (None, problem),
+        Err(Error::Unavailable { problem, .. }) => (Vec::new(), problem),
         Err(error) => return Err(error),
     };
     let shown = |port: &RdmaPort| EndPort {
@@ -122,10 +124,10 @@ pub(crate) fn look(need: Need, region: &Arc<Region>) -> Result<Option<Prospect>,
         mtu: port.mtu,
         shown: port.to_string(),
     };
-    let said = port.as_ref().map(shown).ok_or_else(|| why.chars().take(MOST_TOLD).collect());
+    let said = ports.first().map(shown).ok_or_else(|| why.chars().take(MOST_TOLD).collect());
     let is_expected = said.is_ok() || verbs::is_expected();
     let end = RdmaEnd { host, port: said, is_expected };
-    let prospect = Prospect { end, port, region: region.clone(), card: Arc::default() };
+    let prospect = Prospect { end, ports, region: region.clone(), card: Arc::default() };
     if need == Need::Chosen {
         prospect.open().map_err(|error| needed_here(&prospect.end.host, error))?;
     }

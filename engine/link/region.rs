@@ -43,7 +43,7 @@ const ARENA: usize = 4 << 30;
 pub(crate) const PAGE: usize = 4096;
 pub(crate) const REGION_BYTES: usize = ARENA_START + ARENA;
 
-/// What pins users' buffers for a device: a network card.
+/// What pins users' buffers for a device: a network card. A rank may use two.
 pub(crate) trait Pins: Send + Sync {
     /// The buffer at this address is given back. Returns whether the device does not use it any more.
     fn unpin(&self, at: *const u8) -> bool;
@@ -58,7 +58,7 @@ pub(crate) struct Region {
     /// The users' buffers in the arena: bytes by offset.
     blocks: Mutex<BTreeMap<usize, usize>>,
     /// What pins users' buffers, if anything does.
-    pins: Mutex<Option<Weak<dyn Pins>>>,
+    pins: Mutex<Vec<Weak<dyn Pins>>>,
     /// The free slots. The slot that was given back last is at the end.
     slots: Mutex<VecDeque<u16>>,
     /// How many owners each taken slot has.
@@ -405,7 +405,9 @@ impl Region {
 
     /// From here on, `pins` is told of each user's buffer that is given back.
     pub(super) fn pin_by(&self, pins: Weak<dyn Pins>) {
-        *self.pins.lock() = Some(pins);
+        let mut all = self.pins.lock();
+        all.retain(|other| other.strong_count() > 0);
+        all.push(pins);
     }
 
     /// Gives back what `take_pages(bytes)` gave, to the system too, so that it reads as zero again. To be called only once nobody, in
@@ -416,8 +418,9 @@ impl Region {
         }
         let bytes = bytes.next_multiple_of(PAGE);
         self.blocks.lock().remove(&offset);
-        let pins = self.pins.lock().as_ref().and_then(Weak::upgrade);
-        if pins.is_some_and(|pins| !pins.unpin(self.at(offset))) {
+        let unpin = |pins: &Weak<dyn Pins>| pins.upgrade().is_none_or(|pins| pins.unpin(self.at(offset)));
+        let is_free = self.pins.lock().iter().map(unpin).fold(true, |all, is_free| all && is_free);
+        if !is_free {
             return; // a network card may use the pages for ever: nobody gets them again
         }
         let advice = if self.fd.is_some() { Advice::LinuxRemove } else { Advice::LinuxDontNeed };

@@ -6,5 +6,6 @@ mod examples;
 mod launcher;
 mod rdma;
 mod rdma_calls;
+mod rdma_ports;
 mod recorder;
 mod training;

@@ -1,5 +1,6 @@
-//! An opened port of a network card, over which all RDMA links of a rank go.
+//! An opened port of a network card, over which all RDMA links of a rank go. A second port carries a part of what is large.
 
+use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
 
@@ -13,12 +14,13 @@ use super::credits::{CELLS, MOST_SLOTS};
 use super::domain::{Domain, Registered};
 use super::events::Events;
 use super::hello::{Area, Hello};
-use super::layout::{LARGEST, PIECES, area_bytes, cut};
+use super::layout::{LARGEST, PIECES, TRIAL_BYTES, area_bytes, cut};
 use super::offers::Reads;
 use super::read::addresses_of;
 use super::wishes::Wishes;
 use crate::error::Error;
 use crate::link::region::Region;
+use crate::trace::log::LOG;
 
 /// The vendor that Soft-RoCE names (`RXE_VENDOR_ID`). With a retry count of 7, Soft-RoCE sends a packet again for ever.
 const SOFT_ROCE: u32 = 0xff_ffff;
@@ -50,7 +52,7 @@ impl Tuning {
     }
 }
 
-/// An open port, and the rank's memory that is registered for it. A rank has at most one `Card`, which all its RDMA links share.
+/// An open port, and the rank's memory that is registered for it. A rank's RDMA links share one `Card`, and its second port if it has one.
 pub(crate) struct Card {
     domain: Arc<Domain>,
     events: Arc<Events>,
@@ -69,11 +71,40 @@ pub(crate) struct Card {
     areas: AtomicUsize,
     /// From so many bytes of receive areas on, a new link gets no slots: it is narrow, and takes 16 KB at its two ends together.
     most_areas: usize,
+    /// The rank's second port, if this is the first and there is another one.
+    second: Option<Arc<Card>>,
+    /// The peers' ports, by their addresses, to which no message gets from this one.
+    unreached: Mutex<BTreeSet<[u8; 16]>>,
 }
 
 impl Card {
-    /// Opens a port that was chosen, for the rank that has this region.
+    /// Opens the ports that were chosen, for the rank that has this region. What is wrong with the second is told, and it is not used.
     pub(crate) fn open(
+        verbs: &'static Verbs,
+        (first, second): (&RdmaPort, Option<&RdmaPort>),
+        wishes: &Wishes,
+        region: Arc<Region>,
+    ) -> Result<Card, Error> {
+        let mut card = Card::open_one(verbs, first, wishes, region.clone())?;
+        let opened = second.map(|second| Card::open_one(verbs, second, wishes, region));
+        let is_as_good = |second: &Card| {
+            let needed = card.max_message().min(LARGEST as u32);
+            let (place, bytes) = (second.place(), second.max_message());
+            if bytes >= needed { Ok(()) } else { Err(format!("{place} takes messages of {bytes} bytes at most")) }
+        };
+        let opened = opened.map(|opened| {
+            let opened = opened.map_err(|error| error.to_string())?;
+            is_as_good(&opened).map(|()| opened)
+        });
+        let told = |problem: &String| {
+            let (place, problem) = (card.place(), problem.clone());
+            LOG.warn(move || tracing::warn!("links over RDMA go by {place} alone: {problem}"));
+        };
+        card.second = opened.and_then(|opened| opened.inspect_err(told).ok()).map(Arc::new);
+        Ok(card)
+    }
+
+    fn open_one(
         verbs: &'static Verbs,
         port: &RdmaPort,
         wishes: &Wishes,
@@ -115,7 +146,32 @@ impl Card {
             reads: Reads::of(&limits),
             areas: AtomicUsize::new(0),
             most_areas: wishes.memory.unwrap_or(AREAS),
+            second: None,
+            unreached: Mutex::default(),
         })
+    }
+
+    /// The rank's second port.
+    pub(super) fn second(&self) -> Option<&Arc<Card>> {
+        self.second.as_ref()
+    }
+
+    /// Whether a peer's port with this address can be reached, as far as is known.
+    pub(super) fn reaches(&self, gid: &[u8; 16]) -> bool {
+        !self.unreached.lock().contains(gid)
+    }
+
+    /// No message gets from this port, a second one, to a peer's. Tells the user, once for each peer's port.
+    pub(super) fn cannot_reach(&self, other: &Hello, problem: String) {
+        if self.unreached.lock().insert(other.gid) {
+            let (place, address) = (self.place(), other.address());
+            LOG.warn(move || {
+                tracing::warn!(
+                    "links over RDMA go by the first ports alone, as nothing gets from {place} to {address}: {problem}; if the two are not to \
+                     reach each other, name one device in ALLSTREAM_RDMA_DEVICE"
+                );
+            });
+        }
     }
 
     pub(super) fn domain(&self) -> &Arc<Domain> {
@@ -169,6 +225,7 @@ impl Card {
             max_message: self.max_message(),
             slots,
             reads: 0,
+            requests: 0,
             area,
         }
     }
@@ -195,6 +252,7 @@ impl Card {
     pub(crate) fn pin(&self) {
         let pins: Weak<Blocks> = Arc::downgrade(&self.blocks);
         self.region.pin_by(pins);
+        self.second.iter().for_each(|second| second.pin());
     }
 
     /// How many READs the device carries out at once.
@@ -208,20 +266,21 @@ impl Card {
         most.clamp(1, MOST_SLOTS)
     }
 
-    /// How many requests a sender's queue has to take, with so many slots.
-    pub(super) fn requests_to_send(&self, slots: u32, max_message: u32) -> u32 {
-        requests(slots, max_message)
-    }
-
-    /// Memory for what one peer sends over one link, with `wanted` slots, or fewer if the rank's areas take much memory already.
-    pub(super) fn area(self: &Arc<Self>, wanted: u32) -> Result<ReceiveArea, Error> {
+    /// Memory for what one peer sends over one link, with `wanted` slots, or fewer if the rank's areas take much memory already. If the link `is_wide`, the
+    /// second port can write there, too, unless the area gets no slots or cannot be registered twice.
+    pub(super) fn area(self: &Arc<Self>, wanted: u32, is_wide: bool) -> Result<ReceiveArea, Error> {
         let used = self.areas.load(Ordering::Relaxed);
-        let granted = grant(used, self.most_areas).min(wanted);
-        let bytes = area_bytes(granted);
+        let slots = grant(used, self.most_areas).min(wanted);
+        let second = self.second.as_ref().filter(|_| is_wide && slots > 0);
+        let bytes = area_bytes(slots) + if second.is_some() { TRIAL_BYTES } else { 0 };
         let access = [Access::LOCAL_WRITE, Access::REMOTE_WRITE];
         let memory = Registered::new(&self.domain, bytes, &access)?;
-        self.areas.fetch_add(bytes, Ordering::Relaxed);
-        Ok(ReceiveArea { memory: Some(memory), slots: granted, card: self.clone() })
+        // `ReceiveArea` drops this registration before the one above, with which the mapping ends.
+        let again = |second: &Arc<Card>| Registered::block(&second.domain, memory.start(), bytes, &access);
+        let second = second.and_then(|second| again(second).ok());
+        let registered = bytes * (1 + usize::from(second.is_some()));
+        self.areas.fetch_add(registered, Ordering::Relaxed);
+        Ok(ReceiveArea { second, memory: Some(memory), slots, registered, card: self.clone() })
     }
 
     /// Memory for the headers and small payloads that a link sends.
@@ -242,9 +301,12 @@ fn grant(used: usize, most: usize) -> u32 {
 
 /// The receive area of a link.
 pub(super) struct ReceiveArea {
+    /// The registration of the same memory for the second port.
+    second: Option<Registered>,
     /// `None` once the memory was left to the device (`leave`).
     memory: Option<Registered>,
     pub(super) slots: u32,
+    registered: usize,
     card: Arc<Card>,
 }
 
@@ -253,15 +315,24 @@ impl ReceiveArea {
         self.memory.as_ref()
     }
 
-    /// The device may write to the memory for ever, so it stays mapped and is never used for anything else.
+    /// The memory's registration for the first port, or for the second.
+    pub(super) fn of_lane(&self, lane: usize) -> Option<&Registered> {
+        if lane == 0 { self.memory.as_ref() } else { self.second.as_ref() }
+    }
+
+    /// A device may write to the memory for ever, so it stays mapped and is never used for anything else.
     pub(super) fn leave(&mut self) {
-        std::mem::forget(self.memory.take());
+        std::mem::forget((self.second.take(), self.memory.take()));
     }
 }
 
 impl Drop for ReceiveArea {
     fn drop(&mut self) {
-        self.card.areas.fetch_sub(area_bytes(self.slots), Ordering::Relaxed);
+        // If the second device keeps its registration, it may write to the memory for ever.
+        if self.second.take().is_some_and(|second| !second.end()) {
+            self.leave();
+        }
+        self.card.areas.fetch_sub(self.registered, Ordering::Relaxed);
     }
 }
 
@@ -271,7 +342,7 @@ fn requests_of_large(max_message: u32) -> u32 {
 }
 
 /// How many requests a sender's queue has to take, if it sends to so many slots; 0 for a narrow link.
-fn requests(slots: u32, max_message: u32) -> u32 {
+pub(super) fn requests(slots: u32, max_message: u32) -> u32 {
     CELLS as u32 + (slots * requests_of_large(max_message)).max(PIECES as u32)
 }
 

@@ -36,6 +36,19 @@ pub(super) enum Came {
     Part,
 }
 
+/// A frame that has come, as the completion of its last message tells.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Arrival {
+    pub(super) number: u32,
+    pub(super) large: bool,
+    /// Only the frame's offer has come: its payload is still in the sender's memory.
+    pub(super) offered: bool,
+    /// Bytes of the frame's last message.
+    pub(super) bytes: u32,
+    /// The lane by which it came (`lane.rs`).
+    pub(super) lane: usize,
+}
+
 impl Came {
     pub(super) fn of(number: u32) -> Came {
         match number & OFFERED {
@@ -180,6 +193,11 @@ impl Sender {
         Ok(before..all)
     }
 
+    /// Whether a frame is large that was posted, and that the device was not done with when this was last asked.
+    pub(super) fn is_large(&self, frame: u64) -> bool {
+        self.large.is(frame)
+    }
+
     pub(super) fn posted(&self) -> u64 {
         self.posted.all
     }
@@ -190,66 +208,90 @@ impl Sender {
 }
 
 /// The receiver's side.
+///
+/// A frame counts as come only once all earlier frames have: where a link has two lanes, a frame can overtake one that goes by the other lane.
 #[derive(Debug)]
 pub(super) struct Receiver {
     slots: u64,
+    lanes: usize,
     large: Marks,
     /// For each frame that has come and was not released: bytes of the message that brought its number.
     bytes: [u32; CELLS as usize],
     come: Count,
+    /// Frames that have overtaken others, each at its number modulo [`CELLS`].
+    early: [Option<Arrival>; CELLS as usize],
     released: Count,
     told: Count,
-    /// Which frames came as offers.
+    /// Which frames came as offers, and which came by the second lane.
     offered: Marks,
+    second: Marks,
     /// An offered frame was released since the sender was last told.
     is_awaited: bool,
 }
 
 impl Receiver {
-    pub(super) fn new(slots: u32) -> Receiver {
+    pub(super) fn new(slots: u32, lanes: usize) -> Receiver {
         let none = Count::default();
-        let bytes = [0; CELLS as usize];
         Receiver {
             slots: slots.into(),
+            lanes,
             large: Marks::default(),
-            bytes,
+            bytes: [0; CELLS as usize],
             come: none,
+            early: [None; CELLS as usize],
             released: none,
             told: none,
             offered: Marks::default(),
+            second: Marks::default(),
             is_awaited: false,
         }
     }
 
-    /// A frame has come with this number. The message that brought the number, the frame's last, has so many bytes.
-    pub(super) fn came(&mut self, (number, large): (u32, bool), bytes: u32) -> Result<(), String> {
-        let Count { all, large: before } = self.come;
-        let expected = all as u32 & NUMBER;
-        if number != expected {
-            return Err(format!("a frame came as number {number}, expected {expected}"));
+    /// A frame has come.
+    pub(super) fn came(&mut self, arrival: Arrival) -> Result<(), String> {
+        let expected = self.come.all as u32 & NUMBER;
+        let ahead = u64::from(arrival.number.wrapping_sub(expected) & NUMBER);
+        if ahead > 0 {
+            return self.came_early(arrival, ahead);
         }
+        self.count(arrival)?;
+        while let Some(next) = self.early[(self.come.all % CELLS) as usize].take() {
+            self.count(next)?;
+        }
+        Ok(())
+    }
+
+    /// A frame has come before so many frames that were posted earlier.
+    fn came_early(&mut self, arrival: Arrival, ahead: u64) -> Result<(), String> {
+        let frame = self.come.all + ahead;
+        let early = &mut self.early[(frame % CELLS) as usize];
+        if self.lanes == 1 || frame - self.released.all >= CELLS || early.is_some() {
+            let expected = self.come.all as u32 & NUMBER;
+            return Err(format!("a frame came as number {}, expected {expected}", arrival.number));
+        }
+        *early = Some(arrival);
+        Ok(())
+    }
+
+    /// Counts the next frame as come.
+    fn count(&mut self, arrival: Arrival) -> Result<(), String> {
+        let Count { all, large: before } = self.come;
         if all - self.released.all >= CELLS {
             return Err(format!(
                 "a frame came while {CELLS} were not released, as many as there is room for"
             ));
         }
-        if large && before - self.released.large >= self.slots {
+        if arrival.large && before - self.released.large >= self.slots {
             return Err(format!(
                 "a large frame came while {} were not released, as many as there are slots",
                 self.slots
             ));
         }
-        self.large.set(all, large);
-        self.offered.set(all, false);
-        self.bytes[(all % CELLS) as usize] = bytes;
-        self.come = Count { all: all + 1, large: before + u64::from(large) };
-        Ok(())
-    }
-
-    /// The offer of a large frame has come with this number, in a message of so many bytes.
-    pub(super) fn came_offered(&mut self, number: u32, bytes: u32) -> Result<(), String> {
-        self.came((number, true), bytes)?;
-        self.offered.set(self.come.all - 1, true);
+        self.large.set(all, arrival.large);
+        self.offered.set(all, arrival.offered);
+        self.second.set(all, arrival.lane > 0);
+        self.bytes[(all % CELLS) as usize] = arrival.bytes;
+        self.come = Count { all: all + 1, large: before + u64::from(arrival.large) };
         Ok(())
     }
 
@@ -260,6 +302,11 @@ impl Receiver {
 
     pub(super) fn is_offered(&self, frame: u64) -> bool {
         self.offered.is(frame)
+    }
+
+    /// The lane by which a frame came that was not released.
+    pub(super) fn lane(&self, frame: u64) -> usize {
+        usize::from(self.second.is(frame))
     }
 
     /// Where the payload of a large frame that was not released belongs.
@@ -311,11 +358,12 @@ mod tests {
 
     use super::*;
 
-    /// A message with this number comes.
-    fn came(rx: &mut Receiver, number: u32, bytes: u32) -> Result<(), String> {
+    /// A message with this number comes by this lane.
+    fn came(rx: &mut Receiver, number: u32, bytes: u32, lane: usize) -> Result<(), String> {
+        let arrival = |number, large, offered| Arrival { number, large, offered, bytes, lane };
         match Came::of(number) {
-            Came::Frame { number, large } => rx.came((number, large), bytes),
-            Came::Offer { number } => rx.came_offered(number, bytes),
+            Came::Frame { number, large } => rx.came(arrival(number, large, false)),
+            Came::Offer { number } => rx.came(arrival(number, true, true)),
             Came::Part => Err("a piece".into()),
         }
     }
@@ -324,7 +372,8 @@ mod tests {
     struct Both {
         tx: Sender,
         rx: Receiver,
-        frames: Vec<(u32, Place)>,
+        /// By each lane.
+        frames: [Vec<u32>; 2],
         notes: Vec<u32>,
         /// Places in the area that hold a frame which was not released.
         taken: Vec<Place>,
@@ -332,8 +381,8 @@ mod tests {
 
     impl Both {
         fn new(slots: u32) -> Both {
-            let (frames, notes, taken) = (Vec::new(), Vec::new(), Vec::new());
-            Both { tx: Sender::new(slots), rx: Receiver::new(slots), frames, notes, taken }
+            let (frames, notes, taken) = (Default::default(), Vec::new(), Vec::new());
+            Both { tx: Sender::new(slots), rx: Receiver::new(slots, 2), frames, notes, taken }
         }
 
         fn step(&mut self, what: u8) {
@@ -346,16 +395,20 @@ mod tests {
                     };
                     assert_eq!(self.taken.iter().find(meets), None, "{place:?} is written over");
                     self.taken.push(place);
-                    self.frames.push((number, place));
+                    self.frames[usize::from(what / 6 % 2)].push(number);
                 }
-                2 if !self.frames.is_empty() => {
-                    let (number, place) = self.frames.remove(0);
+                2 => {
+                    let first = usize::from(what / 6 % 2);
+                    let Some(lane) = [first, 1 - first].into_iter().find(|lane| !self.frames[*lane].is_empty()) else {
+                        return;
+                    };
+                    let number = self.frames[lane].remove(0);
                     if number & PART == 0 {
                         self.tx.is_done_with(u64::from(number & NUMBER));
                     }
-                    came(&mut self.rx, number, 64).unwrap();
-                    assert!(self.rx.head().is_some());
-                    let _ = place;
+                    came(&mut self.rx, number, 64, lane).unwrap();
+                    let overtaken = self.frames.iter().flatten().any(|other| other & NUMBER < number & NUMBER);
+                    assert!(overtaken || self.rx.head().is_some());
                 }
                 3 => {
                     if let Some((place, bytes)) = self.rx.head() {
@@ -381,7 +434,7 @@ mod tests {
                 _ => {}
             }
             // Neither end ever sends more messages than the other has receive requests posted.
-            assert!(self.frames.len() <= CELLS as usize && self.notes.len() <= CELLS as usize);
+            assert!(self.frames.iter().flatten().count() <= CELLS as usize && self.notes.len() <= CELLS as usize);
         }
     }
 
@@ -400,8 +453,10 @@ mod tests {
 
         #[test]
         fn numbers_from_outside_are_believed_or_refused(number: u32, bytes: u32, count: u32) {
-            let mut rx = Receiver::new(2);
-            prop_assert_eq!(came(&mut rx, number, bytes).is_ok(), number & !LARGE == 0 || number == OFFERED);
+            let is_next = number & !LARGE == 0 || number == OFFERED;
+            prop_assert_eq!(came(&mut Receiver::new(2, 1), number, bytes, 0).is_ok(), is_next);
+            let is_near = number & OFFERED != PART && u64::from(number & NUMBER) < CELLS;
+            prop_assert_eq!(came(&mut Receiver::new(2, 2), number, bytes, 1).is_ok(), is_near);
             let mut tx = Sender::new(2);
             tx.post(false);
             prop_assert_eq!(tx.told(count).is_ok(), count & COUNT == 1);
@@ -411,12 +466,33 @@ mod tests {
 
     #[test]
     fn a_sender_that_does_not_wait_for_room_is_refused() {
-        let mut rx = Receiver::new(2);
-        (0..CELLS as u32).for_each(|number| came(&mut rx, number, 64).unwrap());
-        assert!(came(&mut rx, CELLS as u32, 64).unwrap_err().contains("16 were not released"));
-        let mut rx = Receiver::new(2);
-        (0..2).for_each(|number| came(&mut rx, number | LARGE, 64).unwrap());
-        assert!(came(&mut rx, 2 | LARGE, 64).unwrap_err().contains("2 were not released"));
-        came(&mut rx, 2, 64).unwrap();
+        let mut rx = Receiver::new(2, 1);
+        (0..CELLS as u32).for_each(|number| came(&mut rx, number, 64, 0).unwrap());
+        assert!(came(&mut rx, CELLS as u32, 64, 0).unwrap_err().contains("16 were not released"));
+        let mut rx = Receiver::new(2, 1);
+        (0..2).for_each(|number| came(&mut rx, number | LARGE, 64, 0).unwrap());
+        assert!(came(&mut rx, 2 | LARGE, 64, 0).unwrap_err().contains("2 were not released"));
+        came(&mut rx, 2, 64, 0).unwrap();
+    }
+
+    #[test]
+    fn a_frame_that_overtakes_another_counts_once_that_has_come() {
+        let mut rx = Receiver::new(2, 2);
+        came(&mut rx, 1 | LARGE, 64, 1).unwrap();
+        came(&mut rx, 2, 10, 0).unwrap();
+        assert!(came(&mut rx, 1, 64, 0).is_err(), "it has come already");
+        assert_eq!((rx.head(), rx.unreleased()), (None, 0..0));
+        came(&mut rx, LARGE, 70, 0).unwrap();
+        assert_eq!((rx.unreleased(), rx.lane(0), rx.lane(1), rx.lane(2)), (0..3, 0, 1, 0));
+        let places = [(Some(0), 70), (Some(1), 64), (None, 10)];
+        for (slot, bytes) in places {
+            let (place, last) = rx.head().unwrap();
+            assert_eq!((place.slot, last), (slot, bytes));
+            rx.release();
+        }
+        // As many as there is room for may come early, and none beyond.
+        let beyond = 3 + CELLS as u32;
+        assert!(came(&mut rx, beyond, 64, 1).unwrap_err().contains("number 19, expected 3"));
+        came(&mut rx, beyond - 1, 64, 1).unwrap();
     }
 }

@@ -95,7 +95,7 @@ enum Memory {
     Own,
     /// A part of this region, which keeps it mapped.
     OfRegion(#[allow(dead_code)] Arc<Region>),
-    /// A user's buffer, which stays mapped until its region has asked to end the registration.
+    /// Memory that its owner keeps mapped until the registration has ended: a user's buffer, or memory that is registered with another device, too.
     Block,
 }
 
@@ -143,7 +143,7 @@ impl Registered {
         Ok(Registered::of(domain, handle, (at, bytes), Memory::OfRegion(region.clone())))
     }
 
-    /// A user's buffer. The caller keeps it mapped until the registration is dropped, or [`end`](Registered::end) has returned.
+    /// Memory of somebody else's. The caller keeps it mapped until the registration is dropped, or [`end`](Registered::end) has returned.
     pub(super) fn block(
         domain: &Arc<Domain>,
         at: NonNull<u8>,
@@ -171,6 +171,10 @@ impl Registered {
     /// The registration itself, as requests to bind a window name it.
     pub(super) fn handle(&self) -> *mut IbvMr {
         self.handle.map_or(ptr::null_mut(), NonNull::as_ptr)
+    }
+
+    pub(super) fn start(&self) -> NonNull<u8> {
+        self.at
     }
 
     /// The address at this offset in the memory.

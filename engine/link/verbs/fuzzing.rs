@@ -1,8 +1,8 @@
-//! What the targets in `fuzz/` feed to this link: a peer's hello, the numbers that come with the peer's frames and notes, and the headers that it writes
+//! What the targets in `fuzz/` feed to this link: a peer's greeting, the numbers that come with the peer's frames and notes, and the headers that it writes
 //! to the area.
 
-use super::credits::{CELLS, COUNT, Came, Note, Place, Receiver, Sender};
-use super::hello::{BYTES, Hello};
+use super::credits::{Arrival, CELLS, COUNT, Came, Note, Place, Receiver, Sender};
+use super::hello::{GREETING, Greeting};
 use super::layout::{LARGEST, PIECE_BYTES, area_bytes, cut, offset, place_of_piece};
 use super::offers::Offer;
 use super::pieces::{Assembly, PiecesSent};
@@ -20,19 +20,19 @@ fn take<const N: usize>(data: &mut &[u8]) -> [u8; N] {
 /// Plays a peer that has passed the handshake, and then says and writes whatever it likes.
 pub fn peer(data: &[u8]) {
     let data = &mut &*data;
-    let bytes = take::<BYTES>(data);
-    let slots = match Hello::decode(&bytes) {
-        Ok(hello) => {
-            assert_eq!(hello.encode(), bytes);
-            let _ = hello.address().to_string();
-            hello.slots
+    let bytes = take::<GREETING>(data);
+    let (slots, lanes) = match Greeting::decode(&bytes) {
+        Ok(greeting) => {
+            assert_eq!(greeting.encode(), bytes);
+            let _ = greeting.first.address().to_string();
+            (greeting.first.slots, 1 + usize::from(greeting.second.is_some()))
         }
         Err(problem) => {
             assert!(!problem.is_empty());
-            u32::from(bytes[0] % 9)
+            (u32::from(bytes[0] % 9), 1 + usize::from(bytes[1] % 2))
         }
     };
-    let mut link = Link::new(slots);
+    let mut link = Link::new(slots, if slots == 0 { 1 } else { lanes });
     while !data.is_empty() {
         let [what] = take(data);
         // The link is given up once something is wrong.
@@ -55,7 +55,7 @@ struct Link {
     /// Bytes of the receive area.
     area: usize,
     rx: Receiver,
-    unreleased: u64,
+    lanes: usize,
     /// The area of a narrow link.
     window: Vec<u8>,
     large: Assembly,
@@ -64,12 +64,12 @@ struct Link {
 }
 
 impl Link {
-    fn new(slots: u32) -> Link {
+    fn new(slots: u32, lanes: usize) -> Link {
         Link {
             is_narrow: slots == 0,
             area: area_bytes(slots),
-            rx: Receiver::new(slots.max(1)),
-            unreleased: 0,
+            rx: Receiver::new(slots.max(1), lanes),
+            lanes,
             window: vec![0; area_bytes(0)],
             large: Assembly::default(),
             tx: Sender::new(slots.max(1)),
@@ -81,27 +81,32 @@ impl Link {
     fn comes(&mut self, data: &mut &[u8]) -> Option<()> {
         let number = u32::from_le_bytes(take(data));
         let bytes = u32::from_le_bytes(take(data)) % (1 << 18);
+        let lane = take::<1>(data)[0] as usize % self.lanes;
+        let arrival = |number, large, offered| Arrival { number, large, offered, bytes, lane };
         match Came::of(number) {
             Came::Part if self.is_narrow => return self.piece(bytes, false),
             Came::Part => return None,
             Came::Offer { .. } if self.is_narrow || bytes != Offer::BYTES as u32 => return None,
             Came::Offer { number } => {
-                self.rx.came_offered(number, bytes).ok()?;
+                self.rx.came(arrival(number, true, true)).ok()?;
                 if let Ok(offer) = Offer::decode(&take(data)) {
                     assert_eq!(Offer::decode(&offer.encode()), Ok(offer));
                 }
-                let slot = offset(Place { cell: 0, slot: Some(self.rx.slot(self.rx.unreleased().end - 1)) });
-                assert!(slot + LARGEST <= self.area, "a payload would be READ beyond the area");
+                for frame in self.rx.unreleased().filter(|frame| self.rx.is_offered(*frame)) {
+                    let slot = offset(Place { cell: 0, slot: Some(self.rx.slot(frame)) });
+                    assert!(slot + LARGEST <= self.area, "a payload would be READ beyond the area");
+                    assert!(self.rx.lane(frame) < self.lanes, "a payload would be READ by a lane that there is not");
+                }
             }
             Came::Frame { number, large } => {
-                self.rx.came((number, large), bytes).ok()?;
+                self.rx.came(arrival(number, large, false)).ok()?;
                 if large && self.is_narrow {
                     self.piece(bytes, true)?;
                 }
             }
         }
-        self.unreleased += 1;
-        assert!(self.unreleased <= CELLS, "a frame was taken for which there is no cell");
+        let unreleased = self.rx.unreleased();
+        assert!(unreleased.end - unreleased.start <= CELLS, "a frame was taken for which there is no cell");
         Some(())
     }
 
@@ -134,7 +139,6 @@ impl Link {
     /// The oldest frame is released.
     fn releases(&mut self) -> Option<()> {
         let head = self.rx.head();
-        self.unreleased -= u64::from(head.is_some());
         if head.is_some_and(|(place, _)| place.slot.is_some()) {
             self.large.release();
         }

@@ -1,6 +1,6 @@
-//! [`Hello`]: what the two ends of a link tell each other before they can talk by RDMA, over a TCP connection that the sender has dialled.
-//! By the handshake of that connection both ends have proved that they belong to the job. Each end sends one hello, and then the connection
-//! is closed.
+//! [`Greeting`]: what the two ends of a link tell each other before they can talk by RDMA, over a TCP connection that the sender has dialled.
+//! By the handshake of that connection both ends have proved that they belong to the job. Each end sends one greeting, and then the connection
+//! is closed. A greeting has a [`Hello`] for each port by which the link can go.
 
 use std::io::{self, Read, Write};
 use std::net::{IpAddr, Ipv6Addr, TcpStream};
@@ -13,9 +13,11 @@ use super::layout::area_bytes;
 
 /// Bytes of a hello.
 pub(super) const BYTES: usize = 64;
+/// Bytes of a greeting.
+pub(super) const GREETING: usize = 2 * BYTES;
 /// "ALSR": the first bytes of a hello.
 const MAGIC: u32 = 0x5253_4c41;
-const VERSION: u16 = 3;
+const VERSION: u16 = 4;
 
 /// Numbers of queue pairs and of packets have 24 bits.
 const BITS: u32 = 24;
@@ -28,7 +30,7 @@ pub(super) struct Area {
     pub(super) key: u32,
 }
 
-/// What one end of a link tells the other of itself.
+/// What one end of a link tells the other of itself and one of its ports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Hello {
     pub(super) layer: RdmaLayer,
@@ -47,6 +49,8 @@ pub(super) struct Hello {
     /// From the sender: how many READs its port answers at once. From the receiver: how many it asks for at once; 0: it takes no offers
     /// (`offers.rs`).
     pub(super) reads: u8,
+    /// From the sender: how many requests its queue takes. A receiver whose port takes smaller messages grants fewer slots, as a frame is then more requests.
+    pub(super) requests: u32,
     /// The receiver names its area, a sender none.
     pub(super) area: Option<Area>,
 }
@@ -69,6 +73,7 @@ impl Hello {
         bytes[36..40].copy_from_slice(&self.slots.to_le_bytes());
         bytes[40..42].copy_from_slice(&self.lid.to_le_bytes());
         bytes[43] = self.reads;
+        bytes[56..60].copy_from_slice(&self.requests.to_le_bytes());
         if let Some(Area { at, key }) = self.area {
             bytes[42] = 1;
             bytes[44..48].copy_from_slice(&key.to_le_bytes());
@@ -124,13 +129,13 @@ impl Hello {
         if u32::from(reads) > MOST_SLOTS {
             return Err(format!("it names {reads} READs at once, expected {MOST_SLOTS} at most"));
         }
-        if bytes[56..].iter().any(|byte| *byte != 0) {
+        if bytes[60..].iter().any(|byte| *byte != 0) {
             return Err("bytes are set that this version does not use".into());
         }
         let mut gid = [0; 16];
         gid.copy_from_slice(&bytes[16..32]);
-        let lid = u16_at(40);
-        Ok(Hello { layer, mtu, pair, first_packet, lid, gid, max_message, slots, reads, area })
+        let (lid, requests) = (u16_at(40), u32_at(56));
+        Ok(Hello { layer, mtu, pair, first_packet, lid, gid, max_message, slots, reads, requests, area })
     }
 
     /// The port's `gid`, read as an IP address.
@@ -140,28 +145,66 @@ impl Hello {
     }
 }
 
-/// A connection on which one hello goes each way. It does not block.
+/// What one end of a link tells the other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Greeting {
+    pub(super) first: Hello,
+    /// From the sender: its second port, if it has one. From the receiver: its second port, if the link is to use both ends' second ports, too.
+    pub(super) second: Option<Hello>,
+}
+
+impl Greeting {
+    pub(super) fn encode(&self) -> [u8; GREETING] {
+        let mut bytes = [0; GREETING];
+        bytes[..BYTES].copy_from_slice(&self.first.encode());
+        if let Some(second) = &self.second {
+            bytes[BYTES..].copy_from_slice(&second.encode());
+        }
+        bytes
+    }
+
+    /// Reads a greeting that came from the other end, or says what is wrong with it.
+    pub(super) fn decode(bytes: &[u8; GREETING]) -> Result<Greeting, String> {
+        let part = |from: usize| -> [u8; BYTES] { std::array::from_fn(|at| bytes[from + at]) };
+        let (first, second) = (Hello::decode(&part(0))?, part(BYTES));
+        if second == [0; BYTES] {
+            return Ok(Greeting { first, second: None });
+        }
+        let second = Hello::decode(&second).map_err(|problem| format!("of its second port {problem}"))?;
+        let is_alike = (first.layer, first.slots, first.area.is_some())
+            == (second.layer, second.slots, second.area.is_some());
+        if !is_alike {
+            return Err(format!(
+                "it describes two ports that cannot carry one link: {} with {} slots, and {} with {}",
+                first.layer, first.slots, second.layer, second.slots
+            ));
+        }
+        Ok(Greeting { first, second: Some(second) })
+    }
+}
+
+/// A connection on which one greeting goes each way. It does not block.
 pub(super) struct Talk {
     socket: TcpStream,
-    out: [u8; BYTES],
+    out: [u8; GREETING],
     sent: usize,
-    read: [u8; BYTES],
+    read: [u8; GREETING],
     have: usize,
 }
 
 impl Talk {
     pub(super) fn new(socket: TcpStream) -> Talk {
-        Talk { socket, out: [0; BYTES], sent: BYTES, read: [0; BYTES], have: 0 }
+        Talk { socket, out: [0; GREETING], sent: GREETING, read: [0; GREETING], have: 0 }
     }
 
-    /// Takes the hello that [`has_said`](Self::has_said) is to send.
-    pub(super) fn say(&mut self, hello: &Hello) {
-        (self.out, self.sent) = (hello.encode(), 0);
+    /// Takes the greeting that [`has_said`](Self::has_said) is to send.
+    pub(super) fn say(&mut self, greeting: &Greeting) {
+        (self.out, self.sent) = (greeting.encode(), 0);
     }
 
     /// Sends what the socket takes now. `true`: all has been sent.
     pub(super) fn has_said(&mut self) -> io::Result<bool> {
-        while self.sent < BYTES {
+        while self.sent < GREETING {
             match self.socket.write(&self.out[self.sent..]) {
                 Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
                 Ok(more) => self.sent += more,
@@ -173,9 +216,9 @@ impl Talk {
         Ok(true)
     }
 
-    /// Reads what has come. Gives the other end's hello once it is whole.
-    pub(super) fn heard(&mut self) -> io::Result<Option<[u8; BYTES]>> {
-        while self.have < BYTES {
+    /// Reads what has come. Gives the other end's greeting once it is whole.
+    pub(super) fn heard(&mut self) -> io::Result<Option<[u8; GREETING]>> {
+        while self.have < GREETING {
             match self.socket.read(&mut self.read[self.have..]) {
                 Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
                 Ok(more) => self.have += more,
@@ -207,6 +250,7 @@ mod tests {
             max_message: 1 << 23,
             slots: 4,
             reads: 3,
+            requests: 40,
             area,
         }
     }
@@ -221,6 +265,26 @@ mod tests {
     }
 
     #[test]
+    fn a_greeting_has_a_second_port_of_the_same_kind_or_none() {
+        let first = hello(Some(Area { at: 0x1000, key: 1 }));
+        for second in [None, Some(Hello { pair: 18, ..first })] {
+            let greeting = Greeting { first, second };
+            assert_eq!(Greeting::decode(&greeting.encode()), Ok(greeting));
+        }
+        for second in [
+            Hello { layer: RdmaLayer::InfiniBand, ..first },
+            Hello { slots: 3, ..first },
+            Hello { area: None, ..first },
+        ] {
+            let greeting = Greeting { first, second: Some(second) };
+            assert!(Greeting::decode(&greeting.encode()).unwrap_err().contains("cannot carry one link"));
+        }
+        let mut spoiled = Greeting { first, second: Some(first) }.encode();
+        spoiled[BYTES + 7] = 9;
+        assert!(Greeting::decode(&spoiled).unwrap_err().starts_with("of its second port it names an MTU"));
+    }
+
+    #[test]
     fn what_no_correct_rank_says_is_refused_in_words() {
         let good = hello(Some(Area { at: 0x1000, key: 1 })).encode();
         let spoiled = |at: usize, byte: u8| {
@@ -230,7 +294,7 @@ mod tests {
         };
         for (at, byte, wanted) in [
             (0, 0, "it begins to talk by RDMA with"),
-            (4, 2, "version 2"),
+            (4, 3, "version 3"),
             (6, 3, "an unknown kind of network (3)"),
             (7, 0, "an MTU code that does not exist (0)"),
             (7, 6, "an MTU code that does not exist (6)"),

@@ -31,6 +31,14 @@ pub(super) const fn area_bytes(slots: u32) -> usize {
     }
 }
 
+/// Bytes behind the slots, if the link has two ports: what the sender writes there by the second is not read, but shows that it gets through.
+pub(super) const TRIAL_BYTES: usize = PAGE;
+
+/// Where these bytes begin, in an area with so many slots.
+pub(super) fn place_of_trial(slots: u32) -> usize {
+    area_bytes(slots)
+}
+
 /// Where a frame's header lies in the area. Its payload lies right behind.
 pub(super) fn offset(place: Place) -> usize {
     match place.slot {

@@ -3,10 +3,10 @@
 //! The choice of a port: [`facts`] describe the host as plain data, and [`read`] asks libibverbs and the kernel for them. [`wishes`] are what the user has
 //! asked for by environment variables. [`choose`] is a function of the two.
 //!
-//! The link ([ADR 0040](../../../docs/adr/0040-rdma-link.md)) goes one way, and has a reliable queue pair ([`queue_pair`]) at each end. The sender dials a TCP
-//! connection, on which both ends prove that they belong to the job; they describe their queue pairs to each other ([`hello`]), and close the connection.
-//! The sender ([`tx`]) writes a frame, mostly by one request, from a cell and a staging slot of its own to the frame's place in the receiver's area
-//! ([`layout`]). Both ends know the place, as both count frames ([`credits`]); the receiver ([`rx`]) gets the frame's number once the frame is there. On
+//! The link ([ADR 0040](../../../docs/adr/0040-rdma-link.md)) goes one way, and has a reliable queue pair ([`queue_pair`]) at each end; where both ranks have
+//! two ports, one for each ([`lane`]). The sender dials a TCP connection, on which both ends prove that they belong to the job; they describe their queue
+//! pairs to each other ([`hello`]), and close the connection. The sender ([`tx`], [`sending`]) writes a frame, mostly by one request, from a cell and a staging slot of its own to the frame's place in the receiver's area
+//! ([`layout`]). Both ends know the place, as both count frames ([`credits`]); the receiver ([`rx`], [`receiving`]) gets the frame's number once the frame is there. On
 //! a narrow link large frames go in pieces ([`pieces`]). A payload in a buffer from [`Comm::alloc`](crate::Comm::alloc), which is registered
 //! ([`blocks`]), may be offered ([`offers`]): the sender opens it to the receiver by a memory window ([`windows`], [`offering`]), and the receiver
 //! READs it to where it belongs ([`reading`]). [`card`] is the open port, [`domain`] the open device and memory that is registered with it;
@@ -23,6 +23,7 @@ pub(crate) mod facts;
 #[cfg(feature = "fuzzing")]
 pub(crate) mod fuzzing;
 mod hello;
+mod lane;
 mod layout;
 mod offering;
 mod offers;
@@ -31,7 +32,9 @@ mod probe;
 mod queue_pair;
 pub(crate) mod read;
 mod reading;
+mod receiving;
 mod rx;
+mod sending;
 #[cfg(test)]
 mod tests;
 mod tx;
@@ -41,6 +44,7 @@ pub(crate) mod wishes;
 use std::net::IpAddr;
 use std::sync::atomic::Ordering;
 
+use allstream_sys::verbs::Access;
 pub(crate) use card::Card;
 pub use choose::{PassedOver, Rdma, RdmaLayer, RdmaPort};
 pub(crate) use domain::registered_bytes;
@@ -49,7 +53,7 @@ pub(crate) use probe::Probe;
 use self::credits::{CELLS, MOST_SLOTS};
 use self::hello::Hello;
 use self::layout::PIECES;
-use self::queue_pair::QueuePair;
+use self::queue_pair::{QueuePair, Room};
 use self::rx::VerbsRx;
 use self::tx::VerbsTx;
 use super::{Lends, LinkKind, Locality, SLOT};
@@ -102,6 +106,11 @@ const RECEIVES: u64 = CELLS + PIECES;
 const NOTES: u32 = 2 * RECEIVES as u32;
 /// How many requests a receiver's queue has to take: notes and READs.
 const RECEIVER_REQUESTS: u32 = NOTES + MOST_SLOTS;
+
+/// The requests for which a receiver's queue pair has room.
+fn room_to_receive() -> Room {
+    Room { send: RECEIVER_REQUESTS, receive: RECEIVES as u32, other_may: Access::REMOTE_WRITE }
+}
 
 /// Posts all receive requests.
 fn fill(pair: &mut QueuePair, card: &Card) -> Result<(), Error> {

@@ -2,47 +2,55 @@
 
 use std::ops::Range;
 
+use super::blocks::Part;
 use super::credits::{OFFERED, Place};
+use super::lane::SendLane;
 use super::layout::{CELL, offset};
 use super::offers::{OFFERED_FROM, Offer};
-use super::queue_pair::{Bind, Write};
-use super::tx::{PIECE, Sending, piece};
+use super::queue_pair::{Bind, Tells, Write};
+use super::sending::{PIECE, Sending, piece};
 use super::windows::Window;
 use crate::error::Error;
 use crate::link::{Header, Posted, SLOT};
+use crate::types::Rank;
 
 impl Sending {
     /// The receiver has released these frames. Ends the peer's right to read the payloads of those that were offered.
     pub(super) fn end_offers_of(&mut self, frames: Range<u64>) {
-        let Some(offering) = self.offering.as_ref().filter(|offering| offering.has_bound()) else { return };
-        if self.is_over() {
-            return;
-        }
-        let keys = frames.filter_map(|frame| Some((frame + 1, offering.key(frame)?)));
-        if let Err(error) = self.pair.post_invalidates(keys) {
-            self.lose(error);
+        for at in 0..self.lanes.len() {
+            let is_over = self.is_over();
+            let SendLane { lane, offering, .. } = &mut self.lanes[at];
+            let Some(offering) = offering.as_ref().filter(|offering| offering.has_bound()) else { continue };
+            if is_over {
+                return;
+            }
+            let keys = frames.clone().filter_map(|frame| Some((frame + 1, offering.key(frame)?)));
+            if let Err(error) = lane.pair.post_invalidates(keys) {
+                self.lose(at, error);
+            }
         }
     }
 
     /// Ends the peer's right to read whatever is offered. The link is over.
     pub(super) fn end_offers(&mut self) {
-        let Some(offering) = &mut self.offering else { return };
-        for frame in self.credits.gone()..self.credits.posted() {
-            if offering.end(frame) {
-                self.credits.is_done_with(frame);
+        for offering in self.lanes.iter_mut().filter_map(|lane| lane.offering.as_mut()) {
+            for frame in self.credits.gone()..self.credits.posted() {
+                if offering.end(frame) {
+                    self.credits.is_done_with(frame);
+                }
             }
         }
     }
 
     /// Whether the peer may read the payload of this frame by itself.
     pub(super) fn is_offered(&self, frame: u64) -> bool {
-        self.offering.as_ref().is_some_and(|offering| offering.key(frame).is_some())
+        self.lanes.iter().any(|lane| lane.is_offered(frame))
     }
 
-    /// As [`LinkTx::post_to_copy`]: offers the payload, if it lies in a registered buffer and is large enough.
+    /// As [`LinkTx::post_to_copy`](crate::link::LinkTx::post_to_copy): offers the payload, if it lies in a registered buffer and is large enough.
     ///
     /// # Safety
-    /// As for [`LinkTx::post`].
+    /// As for [`LinkTx::post`](crate::link::LinkTx::post).
     pub(super) unsafe fn post_to_copy(
         &mut self,
         header: Header,
@@ -50,44 +58,54 @@ impl Sending {
     ) -> Result<Posted, Error> {
         let len = header.len as usize;
         let is_large = (OFFERED_FROM..=SLOT).contains(&len);
-        let part = self.offering.as_ref().filter(|_| is_large).and_then(|_| self.card.block(payload, len));
-        let window = part.and_then(|part| Some((self.window()?, part)));
-        let (Some((mut window, part)), Some(cells)) = (window, &self.cells) else {
+        let at = self.lane_of_large();
+        let part = if is_large { self.lanes[at].part(payload, len) } else { None };
+        let window = part.and_then(|part| Some((self.lanes[at].window(self.peer)?, part)));
+        let SendLane { lane, cells, to, offering, large, .. } = &mut self.lanes[at];
+        let (Some((mut window, part)), Some(cells)) = (window, cells) else {
             // SAFETY: the caller's promise.
             return unsafe { self.post(header, payload) };
         };
+        *large += 1;
         let (place, number) = self.credits.post(true);
         let cell = cells.at(place.cell as usize * CELL);
-        let at = payload.expose_provenance() as u64;
+        let from = payload.expose_provenance() as u64;
         let (handle, key) = window.next_binding();
-        let offer = Offer { header, at, key }.encode();
+        let offer = Offer { header, at: from, key }.encode();
         // SAFETY: as in `post`, the cell is the link's own, free, and has room for an offer.
         unsafe { std::ptr::copy_nonoverlapping(offer.as_ptr(), cell, Offer::BYTES) };
         let frame = self.credits.posted() - 1;
-        let bind = Bind { window: handle, key, registration: part.registration, at, bytes: len as u64 };
-        let to = self.to.at + offset(Place { slot: None, ..place }) as u64;
+        let bind = Bind { window: handle, key, registration: part.registration, at: from, bytes: len as u64 };
+        let place = to.at + offset(Place { slot: None, ..place }) as u64;
         let from = [piece(cell, Offer::BYTES, cells.local_key())];
         // The completion of this request counts for no frame: the device is done with the frame when the key is not valid any more.
-        let write = Write { id: PIECE, from: &from, to, key: self.to.key, number: Some(number | OFFERED) };
+        let write = Write { id: PIECE, from: &from, to: place, key: to.key, tells: Tells::Both(number | OFFERED) };
         // SAFETY: the cell is registered and stays as it is until the frame is done with. The payload's buffer stays registered, and valid for reads,
         // until then by the caller's promise: a buffer ends its registration only when it is dropped, and its operation owns it. `window` is kept.
-        let posted = unsafe { self.pair.post_bound_write(Some(bind), write) };
+        let posted = unsafe { lane.pair.post_bound_write(Some(bind), write) };
         window.is_posted();
-        if let Some(offering) = &mut self.offering {
+        if let Some(offering) = offering {
             offering.bind(frame, window);
         }
         if let Err(error) = posted {
-            self.lose(error);
+            self.lose(at, error);
         }
         Ok(Posted::Held)
     }
+}
+
+impl SendLane {
+    /// Where a payload is that may be offered by this lane, if it lies in a buffer from `Comm::alloc` that the card has registered.
+    fn part(&self, payload: *const u8, len: usize) -> Option<Part> {
+        self.offering.as_ref().and_then(|_| self.lane.card.block(payload, len))
+    }
 
     /// A window that is not bound. Once the device has refused to make one, only the windows that exist are used.
-    fn window(&mut self) -> Option<Window> {
-        let window = self.offering.as_mut()?.take(|| Window::new(self.card.domain()))?;
+    fn window(&mut self, peer: Rank) -> Option<Window> {
+        let window = self.offering.as_mut()?.take(|| Window::new(self.lane.card.domain()))?;
         window
             .inspect_err(|error| {
-                tracing::debug!(peer = self.peer, %error, "payloads are written, as the network card makes no window");
+                tracing::debug!(peer, %error, "payloads are written, as the network card makes no window");
             })
             .ok()
     }

@@ -6,8 +6,6 @@
 //! the frame it says so; the note may wait for READs to operations' memory, unless half of the cells or slots are due. The sender then invalidates the
 //! key, and only after that is the payload's memory free.
 
-use std::collections::VecDeque;
-
 use allstream_sys::verbs::{DeviceCap, IbvDeviceAttr};
 
 use super::credits::{CELLS, MOST_SLOTS};
@@ -163,6 +161,8 @@ pub(super) enum Stage {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Taken {
     pub(super) offer: Offer,
+    /// The lane by which the offer came, and by which the payload is READ.
+    pub(super) lane: usize,
     /// Bytes that are released.
     pub(super) done: usize,
     pub(super) stage: Stage,
@@ -188,26 +188,26 @@ impl Taken {
 pub(super) struct Taking {
     /// Each at its frame's number modulo [`CELLS`].
     taken: [Option<Taken>; CELLS as usize],
-    /// The frames for which a READ is posted, in the order in which the READs complete.
-    reading: VecDeque<u64>,
+    /// The frames for which a READ is posted.
+    reading: Vec<u64>,
 }
 
 impl Taking {
     pub(super) fn new() -> Taking {
-        Taking { reading: VecDeque::with_capacity(MOST_SLOTS as usize), ..Taking::default() }
+        Taking { reading: Vec::with_capacity(MOST_SLOTS as usize), ..Taking::default() }
     }
 
-    pub(super) fn take(&mut self, frame: u64, offer: Offer) -> Taken {
-        *self.taken[(frame % CELLS) as usize].insert(Taken { offer, done: 0, stage: Stage::Idle })
+    pub(super) fn take(&mut self, frame: u64, offer: Offer, lane: usize) -> Taken {
+        *self.taken[(frame % CELLS) as usize].insert(Taken { offer, lane, done: 0, stage: Stage::Idle })
     }
 
     pub(super) fn get(&self, frame: u64) -> Option<Taken> {
         self.taken[(frame % CELLS) as usize]
     }
 
-    /// How many READs are posted.
-    pub(super) fn under_way(&self) -> usize {
-        self.reading.len()
+    /// How many READs are posted by this lane.
+    pub(super) fn under_way(&self, lane: usize) -> usize {
+        self.reading.iter().filter_map(|frame| self.get(*frame)).filter(|taken| taken.lane == lane).count()
     }
 
     /// Whether a READ is posted that writes to an operation's memory.
@@ -220,13 +220,13 @@ impl Taking {
     pub(super) fn reads(&mut self, frame: u64, to: To, bytes: usize) {
         if let Some(taken) = &mut self.taken[(frame % CELLS) as usize] {
             taken.stage = Stage::Reading(to, bytes);
-            self.reading.push_back(frame);
+            self.reading.push(frame);
         }
     }
 
-    /// The oldest READ has ended.
-    pub(super) fn has_read(&mut self, is_good: bool) {
-        let Some(frame) = self.reading.pop_front() else { return };
+    /// The READ of this frame has ended.
+    pub(super) fn has_read(&mut self, frame: u64, is_good: bool) {
+        self.reading.retain(|other| *other != frame);
         if let Some(taken) = &mut self.taken[(frame % CELLS) as usize]
             && let Stage::Reading(to, bytes) = taken.stage
         {
@@ -250,10 +250,10 @@ impl Taking {
         is_whole
     }
 
-    /// The queue pair is gone: no READ is under way any more.
+    /// The queue pairs are gone: no READ is under way any more.
     pub(super) fn end(&mut self) {
-        while self.under_way() > 0 {
-            self.has_read(false);
+        while let Some(frame) = self.reading.last().copied() {
+            self.has_read(frame, false);
         }
     }
 }
@@ -289,7 +289,7 @@ mod tests {
 
     #[test]
     fn a_frame_follows_another_of_its_message_whose_elements_it_continues() {
-        let taken = |offer| Taken { offer, done: 0, stage: Stage::Idle };
+        let taken = |offer| Taken { offer, lane: 0, done: 0, stage: Stage::Idle };
         let first = taken(offer(100, 4000));
         assert!(taken(offer(1100, 8)).follows(&first, 4) && taken(offer(4100, 8)).follows(&first, 1));
         assert!(!taken(offer(1100, 8)).follows(&first, 8) && !taken(offer(100, 8)).follows(&first, 4));
@@ -299,26 +299,26 @@ mod tests {
     }
 
     #[test]
-    fn payloads_come_in_parts_and_reads_end_in_order() {
+    fn payloads_come_in_parts_and_each_read_ends_by_itself() {
         let mut taking = Taking::new();
-        taking.take(16, offer(0, 1000));
-        taking.take(17, offer(1000, 1000));
+        taking.take(16, offer(0, 1000), 0);
+        taking.take(17, offer(1000, 1000), 1);
         let stage = |taking: &Taking, frame| taking.get(frame).unwrap().stage;
         taking.reads(16, To::Place(64), 600);
         taking.reads(17, To::Slot, 1000);
-        assert!(taking.writes() && taking.under_way() == 2);
-        taking.has_read(true);
+        assert!(taking.writes() && taking.under_way(0) == 1 && taking.under_way(1) == 1);
+        taking.has_read(16, true);
         assert_eq!((stage(&taking, 16), taking.writes()), (Stage::Here(To::Place(64), 600), false));
         // The rest of the payload is READ once there is room for it.
         assert!(!taking.release(16, 600));
         assert_eq!((stage(&taking, 16), taking.get(16).unwrap().left()), (Stage::Idle, 400));
-        taking.has_read(true);
+        taking.has_read(17, true);
         assert!(!taking.release(17, 300));
         assert_eq!(stage(&taking, 17), Stage::Here(To::Slot, 700));
         taking.reads(16, To::Place(664), 400);
-        // The queue pair is gone.
+        // The queue pairs are gone.
         taking.end();
-        assert_eq!((stage(&taking, 16), taking.under_way()), (Stage::Failed, 0));
+        assert_eq!((stage(&taking, 16), taking.under_way(0)), (Stage::Failed, 0));
         assert!(taking.release(17, 700) && taking.get(17).is_none());
     }
 }

@@ -11,7 +11,7 @@ use super::domain::Registered;
 use super::first_packet;
 use super::hello::{Area, BYTES, Hello};
 use super::offers::Reads;
-use super::queue_pair::{QueuePair, RECEIVED, Room, Write};
+use super::queue_pair::{QueuePair, RECEIVED, Room, Tells, Write};
 use crate::error::Error;
 use crate::forked;
 
@@ -85,7 +85,7 @@ impl Probe {
             return Err("the other end names no memory to write to".into());
         };
         let from = IbvSge { addr: memory.at(MOST) as u64, length: bytes as u32, lkey: memory.local_key() };
-        let write = Write { id: 0, from: &[from], to: to.at, key: to.key, number: Some(NUMBER) };
+        let write = Write { id: 0, from: &[from], to: to.at, key: to.key, tells: Tells::Both(NUMBER) };
         // SAFETY: `new` registered the memory, and nobody writes to that half any more. It stays registered until the pair is destroyed (`drop`).
         unsafe { self.pair.post_write(write) }.map_err(|error| error.to_string())
     }

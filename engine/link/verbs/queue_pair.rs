@@ -48,8 +48,16 @@ pub(super) struct Write<'a> {
     pub(super) from: &'a [IbvSge],
     pub(super) to: u64,
     pub(super) key: u32,
-    /// `Some`: the other end gets this number with a completion, and this end gets a completion. `None`: there is neither, unless the request fails.
-    pub(super) number: Option<u32>,
+    pub(super) tells: Tells,
+}
+
+/// Who gets a completion of a write. If the request fails, this end does in any case.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Tells {
+    Nobody,
+    This,
+    /// The other end, too, and this number with it.
+    Both(u32),
 }
 
 /// A request to bind a window to a part of a registered buffer, for the other end to read.
@@ -339,9 +347,10 @@ impl QueuePair {
         let pieces = write.from.len().min(PIECES);
         from[..pieces].copy_from_slice(&write.from[..pieces]);
         let inline = if bytes <= self.inline { SendFlags::INLINE.0 } else { 0 };
-        let (opcode, signaled, number) = match write.number {
-            Some(number) => (WrOpcode::RDMA_WRITE_WITH_IMM, SendFlags::SIGNALED.0, number),
-            None => (WrOpcode::RDMA_WRITE, 0, 0),
+        let (opcode, signaled, number) = match write.tells {
+            Tells::Nobody => (WrOpcode::RDMA_WRITE, 0, 0),
+            Tells::This => (WrOpcode::RDMA_WRITE, SendFlags::SIGNALED.0, 0),
+            Tells::Both(number) => (WrOpcode::RDMA_WRITE_WITH_IMM, SendFlags::SIGNALED.0, number),
         };
         let request = IbvSendWr {
             wr_id: write.id,

@@ -6,11 +6,14 @@ use super::credits::{CELLS, MOST_SLOTS, Place};
 use super::layout::offset;
 use super::offers::{Offer, Stage, Taken, To};
 use super::queue_pair::Read;
-use super::rx::{READ, Receiving};
+use super::receiving::{READ, Receiving};
 use crate::error::Error;
 use crate::link::{Frame, HEADER_BYTES};
 
-/// READs that are to be posted together.
+/// READs that are to be posted together, by each lane.
+#[derive(Default)]
+struct ReadLists([ReadList; 2]);
+
 #[derive(Default)]
 struct ReadList {
     list: [Read; MOST_SLOTS as usize],
@@ -42,7 +45,7 @@ impl Receiving {
         // read once.
         let bytes = unsafe { area.at(offset(place)).cast::<[u8; Offer::BYTES]>().read_volatile() };
         let offer = Offer::decode(&bytes).map_err(|problem| Error::protocol(self.peer, problem))?;
-        Ok(self.taking.take(frame, offer))
+        Ok(self.taking.take(frame, offer, self.credits.lane(frame)))
     }
 
     /// An offered frame as the link's user sees it. Only what was READ to a slot can be read there.
@@ -62,7 +65,7 @@ impl Receiving {
 
     /// Has the payloads of all offered frames READ to their slots, as many at once as may be.
     pub(super) fn read_to_slots(&mut self) -> Result<(), Error> {
-        let mut reads = ReadList::default();
+        let mut reads = ReadLists::default();
         let mut added = Ok(());
         for frame in self.credits.unreleased() {
             if added.is_ok() && self.credits.is_offered(frame) {
@@ -81,36 +84,37 @@ impl Receiving {
     }
 
     /// Adds the READ of what is left of a frame to its slot. Returns whether there was room for it.
-    fn read_to_slot(&mut self, frame: u64, taken: &Taken, reads: &mut ReadList) -> bool {
-        let (Some(slot), Some(area)) = (self.slot(frame), self.area.memory()) else { return false };
+    fn read_to_slot(&mut self, frame: u64, taken: &Taken, reads: &mut ReadLists) -> bool {
+        let (Some(slot), Some(area)) = (self.slot(frame), self.area.of_lane(taken.lane)) else { return false };
         let at = slot.wrapping_add(taken.done).expose_provenance() as u64;
         let into = IbvSge { addr: at, length: taken.left() as u32, lkey: area.local_key() };
         self.read(frame, taken, (To::Slot, into), reads)
     }
 
     /// Adds the READ of a frame's next bytes to where `into` says. Returns whether there was room for it.
-    fn read(&mut self, frame: u64, taken: &Taken, (to, into): (To, IbvSge), reads: &mut ReadList) -> bool {
-        if self.is_broken || self.taking.under_way() >= usize::from(self.reads) {
+    fn read(&mut self, frame: u64, taken: &Taken, (to, into): (To, IbvSge), reads: &mut ReadLists) -> bool {
+        let most = usize::from(self.lanes[taken.lane].reads);
+        if self.is_broken || self.taking.under_way(taken.lane) >= most {
             return false;
         }
         let from = taken.offer.at + taken.done as u64;
         self.taking.reads(frame, to, into.length as usize);
-        reads.list[reads.count] = Read { id: READ, into, from, key: taken.offer.key };
-        reads.count += 1;
+        let of_lane = &mut reads.0[taken.lane];
+        of_lane.list[of_lane.count] = Read { id: frame + READ, into, from, key: taken.offer.key };
+        of_lane.count += 1;
         true
     }
 
-    /// Posts READs by one call.
+    /// Posts READs, by one call for each lane.
     ///
     /// # Safety
     /// As for [`QueuePair::post_reads`](super::queue_pair::QueuePair::post_reads).
-    unsafe fn post(&mut self, mut reads: ReadList) {
-        if reads.count == 0 {
-            return;
-        }
-        // SAFETY: the caller's promise.
-        if let Err(error) = unsafe { self.pair.post_reads(&mut reads.list[..reads.count]) } {
-            self.lose(&error);
+    unsafe fn post(&mut self, mut reads: ReadLists) {
+        for (at, reads) in reads.0.iter_mut().enumerate().filter(|(_, reads)| reads.count > 0) {
+            // SAFETY: the caller's promise.
+            if let Err(error) = unsafe { self.lanes[at].lane.pair.post_reads(&mut reads.list[..reads.count]) } {
+                self.lose(at, &error);
+            }
         }
     }
 
@@ -161,7 +165,7 @@ impl Receiving {
     /// # Safety
     /// As for [`LinkRx::receive_into`](crate::link::LinkRx::receive_into).
     unsafe fn read_ahead(&mut self, (dst, max): (*mut u8, usize), unit: usize) -> Result<(), Error> {
-        let mut reads = ReadList::default();
+        let mut reads = ReadLists::default();
         let added = self.add_ahead((dst, max), unit, &mut reads);
         // What was added is counted as under way, so it is posted whatever the later frames are. SAFETY: for slots as in `read_to_slots`. The other memory
         // lies in a registered buffer, which its operation owns; the link may write there (the caller's promise) until a call has returned these
@@ -174,7 +178,7 @@ impl Receiving {
         &mut self,
         (mut at, mut room): (*mut u8, usize),
         unit: usize,
-        reads: &mut ReadList,
+        reads: &mut ReadLists,
     ) -> Result<(), Error> {
         let mut before = None;
         for frame in self.credits.unreleased() {
@@ -187,18 +191,16 @@ impl Receiving {
             }
             let bytes = taken.left().min(room) / unit.max(1) * unit.max(1);
             if taken.stage == Stage::Idle && bytes > 0 {
-                let into = self.card.block(at, bytes).map(|part| IbvSge {
+                let into = self.lanes[taken.lane].lane.card.block(at, bytes).map(|part| IbvSge {
                     addr: at.expose_provenance() as u64,
                     length: bytes as u32,
                     lkey: part.key,
                 });
-                let has_room = match into {
+                // If the lane has no room, the frames behind this one may still have some in the other lane.
+                match into {
                     Some(into) => self.read(frame, &taken, (To::Place(into.addr), into), reads),
                     None => self.read_to_slot(frame, &taken, reads),
                 };
-                if !has_room {
-                    break;
-                }
             }
             if bytes < taken.left() {
                 break; // the next frame's payload belongs behind all of this one's
@@ -218,11 +220,12 @@ impl Receiving {
     /// Stops what the device writes to operations' memory. Returns whether it writes no more.
     pub(super) fn revoke(&mut self) -> bool {
         if self.taking.writes() {
-            self.is_lost |= !self.pair.fail();
+            let failed = self.lanes.iter_mut().map(|lane| lane.lane.pair.fail());
+            self.is_lost |= !failed.fold(true, |all, failed| all && failed);
             let _ = self.look();
             // A device that has failed completes nothing more, and never what it has not taken.
-            let is_lost = self.is_lost || self.pair.problem().is_some();
-            if self.taking.writes() && is_lost && self.pair.destroy() {
+            let is_lost = self.is_lost || self.lanes.iter().any(|lane| lane.lane.pair.problem().is_some());
+            if self.taking.writes() && is_lost && self.destroy() {
                 self.taking.end();
             }
         }

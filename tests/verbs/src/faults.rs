@@ -35,6 +35,11 @@ fn variable(name: &str) -> String {
     std::env::var(format!("ALLSTREAM_TEST_VERBS_{name}")).unwrap_or_default()
 }
 
+/// Whether the process is to say, as it ends, how much each device has carried.
+pub(crate) fn tells() -> bool {
+    !variable("TELL").is_empty()
+}
+
 /// Ends the process at a variable that cannot be read, so that a test with a mistyped knob does not pass by ignoring it.
 fn wrong(name: &str, text: &str) -> ! {
     eprintln!("verbs for tests: ALLSTREAM_TEST_VERBS_{name}: cannot read {text:?}");

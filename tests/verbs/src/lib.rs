@@ -8,6 +8,8 @@
 //! `completion.rs` and `events.rs` are used by all of these; a test describes the host (`told.rs`), turns knobs (`faults.rs`) and reads
 //! counters (`counts.rs`).
 
+use std::io::Write as _;
+
 mod calls;
 mod card;
 mod codes;
@@ -26,5 +28,6 @@ mod wire;
 
 /// Prints a mistake of the process that uses the library to stderr, where tests look for it.
 pub(crate) fn complain(what: &str) {
-    eprintln!("verbs for tests: {what}");
+    // One write, so that lines of several processes do not mix.
+    let _ = std::io::stderr().write_all(format!("verbs for tests: {what}\n").as_bytes());
 }

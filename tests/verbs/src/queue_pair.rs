@@ -134,6 +134,8 @@ pub(crate) struct QueuePair {
     /// The most bytes of a message that the pair's port allows.
     pub(crate) most: u32,
     pub(crate) seven_is_for_ever: bool,
+    /// Bytes of requests to send that were posted.
+    pub(crate) posted: u64,
     pub(crate) sending: Sending,
     pub(crate) receiving: Receiving,
     /// There was no room for a packet: sending is tried again at this time, or when the socket has room.

@@ -1,6 +1,6 @@
 //! What all queue pairs of a process share.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::ffi::{c_int, c_uint};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::time::Instant;
@@ -32,6 +32,8 @@ pub(crate) struct Shared {
     pub(crate) timer: Timer,
     /// Ports whose state has changed since the process began.
     pub(crate) ports: HashMap<(usize, u8), c_uint>,
+    /// For each device, by its index in the test's description: bytes of requests to send that were posted.
+    pub(crate) posted: BTreeMap<usize, u64>,
 }
 
 impl Shared {
@@ -45,6 +47,7 @@ impl Shared {
             draws: Draws::default(),
             timer: Timer::new()?,
             ports: HashMap::new(),
+            posted: BTreeMap::new(),
         })
     }
 
@@ -62,6 +65,13 @@ impl Shared {
     pub(crate) fn port_state(&self, context: usize, number: u8) -> Option<c_uint> {
         let (device, told) = (self.contexts.get(&context)?.device, self.port(context, number)?);
         Some(self.ports.get(&(device, number)).copied().unwrap_or(told.state))
+    }
+
+    /// Counts bytes that were posted to a queue pair of this open device.
+    pub(crate) fn count(&mut self, context: usize, bytes: u64) {
+        if let Some(context) = self.contexts.get(&context) {
+            *self.posted.entry(context.device).or_default() += bytes;
+        }
     }
 
     pub(crate) fn is_active(&self, context: usize, number: u8) -> bool {

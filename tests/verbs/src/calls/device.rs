@@ -13,7 +13,7 @@ use crate::codes::{HAS_RNR_NAK, HAS_WINDOWS, HAS_WINDOWS_2B};
 use crate::complain;
 use crate::counts::{Call, fail};
 use crate::events::Events;
-use crate::faults::called;
+use crate::faults::{called, tells};
 use crate::shared::Context;
 use crate::told::{self, entry, host, mtu};
 
@@ -33,6 +33,11 @@ extern "C" fn at_exit() {
             (report.completion_queues, "completion queues"),
             (report.queue_pairs, "queue pairs"),
         ]);
+        if tells() {
+            for (device, bytes) in &card.shared.posted {
+                complain(&format!("{} was asked to carry {bytes} bytes", host().devices[*device].name));
+            }
+        }
         if report.refused_accesses > 0 {
             complain(&format!("{} accesses to memory were refused", report.refused_accesses));
         }

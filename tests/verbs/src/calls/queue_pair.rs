@@ -68,6 +68,7 @@ unsafe extern "C" fn ibv_create_qp(domain: *mut IbvPd, attributes: *mut IbvQpIni
             set: IbvQpAttr::default(),
             route: Route::default(),
             most: 0,
+            posted: 0,
             seven_is_for_ever: told.seven_is_for_ever,
             sending: Sending::default(),
             receiving: Receiving::default(),

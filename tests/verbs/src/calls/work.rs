@@ -97,6 +97,7 @@ fn post<T>(
                     Err(code) => posted = Err(code),
                 }
             }
+            shared.count(pair.context, std::mem::take(&mut pair.posted));
             shared.report.requests += if call == Call::PostSend { count } else { 0 };
             if pair.state == IN_ERROR {
                 pair.flush(shared);
@@ -131,6 +132,7 @@ pub(super) unsafe extern "C" fn post_send(
         }
         // SAFETY: the caller promises that what the requests point to is valid.
         let request = unsafe { request(pair, wr) }?;
+        pair.posted += u64::from(request.bytes);
         pair.sending.queue.push_back(request);
         pair.sending.used += 1;
         Ok(wr.next)

@@ -1,0 +1,250 @@
+//! A lane of a link: its way by one port at each end, with a queue pair of its own. A link has a first lane, and a second one if both ranks have a second
+//! port (`Card::second`).
+//!
+//! The first lane carries all small frames and all notes. A large frame goes by the lane with fewer large frames under way, so the first lane again where
+//! the link is idle. Cells and slots are those of the link, whichever lane a frame takes: the receiver's area is registered with both its devices.
+//! What is offered is READ by the lane by which the offer came, with a window of that lane's device.
+//!
+//! Whether the second ports reach each other is not known before: they may be connected to different networks. The sender tries that once both ends
+//! have greeted each other: it writes one full packet to the end of the area, by the second lane. Only once that was acknowledged does it use the
+//! lane; if it fails, the link has one lane. After that, the failure of either lane breaks the link.
+
+use std::ops::{Index, IndexMut};
+use std::sync::Arc;
+
+use allstream_sys::verbs::{IbvSge, IbvWc, VerbsError, WcStatus};
+
+use super::broken::problem_of;
+use super::card::Card;
+use super::domain::Registered;
+use super::first_packet;
+use super::hello::{Area, Hello};
+use super::layout::{CELLS_BYTES, place_of_trial};
+use super::offers::{Offering, Reads};
+use super::queue_pair::{QueuePair, Room, Tells, Write};
+use crate::error::Error;
+
+/// The id of the packet by which a second lane is tried.
+pub(super) const TRIAL: u64 = super::sending::PIECE | 1;
+
+/// The lanes of a link, at one of its ends. Index 0 is the first lane, any other the second if there is one.
+pub(super) struct Lanes<L> {
+    pub(super) first: L,
+    pub(super) second: Option<L>,
+}
+
+impl<L> Lanes<L> {
+    pub(super) fn len(&self) -> usize {
+        1 + usize::from(self.second.is_some())
+    }
+
+    pub(super) fn iter(&self) -> impl Iterator<Item = &L> {
+        [&self.first].into_iter().chain(&self.second)
+    }
+
+    pub(super) fn iter_mut(&mut self) -> impl Iterator<Item = &mut L> {
+        [&mut self.first].into_iter().chain(&mut self.second)
+    }
+}
+
+impl<L> Index<usize> for Lanes<L> {
+    type Output = L;
+
+    fn index(&self, at: usize) -> &L {
+        self.second.as_ref().filter(|_| at > 0).unwrap_or(&self.first)
+    }
+}
+
+impl<L> IndexMut<usize> for Lanes<L> {
+    fn index_mut(&mut self, at: usize) -> &mut L {
+        self.second.as_mut().filter(|_| at > 0).unwrap_or(&mut self.first)
+    }
+}
+
+/// What both ends of a lane have.
+pub(super) struct Lane {
+    pub(super) pair: QueuePair,
+    pub(super) card: Arc<Card>,
+    first_packet: u32,
+    /// The port and the queue pair at the other end, once connected.
+    other: Option<Hello>,
+    peer_at: String,
+}
+
+impl Lane {
+    pub(super) fn new(card: &Arc<Card>, room: Room) -> Result<Lane, Error> {
+        Ok(Lane {
+            pair: QueuePair::new(card, room)?,
+            card: card.clone(),
+            first_packet: first_packet()?,
+            other: None,
+            peer_at: String::new(),
+        })
+    }
+
+    pub(super) fn hello(&self, slots: u32, reads: u8, area: Option<Area>) -> Hello {
+        Hello { reads, ..self.card.hello(self.pair.number(), self.first_packet, slots, area) }
+    }
+
+    pub(super) fn connect(&mut self, other: &Hello, reads: Reads) -> Result<(), Error> {
+        (self.other, self.peer_at) = (Some(*other), super::place_of(other));
+        self.pair.connect(&self.card, self.first_packet, other, reads)
+    }
+
+    /// This lane's two ends, for messages to people.
+    pub(super) fn ends(&self) -> (String, &str) {
+        (super::end_of(&self.card, &self.pair), &self.peer_at)
+    }
+
+    /// Nothing gets to the other end, by this lane, a second one. Notes that for later links.
+    pub(super) fn cannot_reach(&self, problem: String) {
+        if let Some(other) = &self.other {
+            self.card.cannot_reach(other, problem);
+        }
+    }
+
+    /// What a completion that failed says, in words.
+    pub(super) fn problem_of(&self, completion: &IbvWc) -> String {
+        problem_of(&self.card, completion)
+    }
+}
+
+/// The sending end of a lane.
+pub(super) struct SendLane {
+    pub(super) lane: Lane,
+    /// The cells that the device reads headers and small payloads from. `None` only while this is being dropped, as `slots` is.
+    pub(super) cells: Option<Registered>,
+    pub(super) slots: Option<Arc<Registered>>,
+    /// The receiver's area, as this lane's requests name it.
+    pub(super) to: Area,
+    /// What is offered to the receiver. `None`: it takes no offers.
+    pub(super) offering: Option<Offering>,
+    /// How many requests the pair's queue takes.
+    requests: u32,
+    /// Large frames with which the device is not done.
+    pub(super) large: u32,
+    /// Messages get through: of a first lane that is assumed, of a second it has been tried.
+    pub(super) is_proven: bool,
+}
+
+impl SendLane {
+    pub(super) fn new(card: &Arc<Card>, room: Room) -> Result<SendLane, Error> {
+        Ok(SendLane {
+            lane: Lane::new(card, room)?,
+            cells: Some(card.cells(CELLS_BYTES)?),
+            slots: Some(card.slots()?),
+            to: Area { at: 0, key: 0 },
+            offering: None,
+            requests: room.send,
+            large: 0,
+            is_proven: true,
+        })
+    }
+
+    pub(super) fn hello(&self, slots: u32) -> Hello {
+        let hello = self.lane.hello(slots, self.lane.card.reads().answered, None);
+        Hello { requests: self.requests, ..hello }
+    }
+
+    /// Takes what the receiver says of its end. Returns what is wrong with that.
+    pub(super) fn agree(&mut self, other: &Hello) -> Result<(), String> {
+        let answered = self.lane.card.reads().answered;
+        self.to = other.area.ok_or("it receives by RDMA, and names no area")?;
+        if other.reads > answered {
+            return Err(format!(
+                "it asks for {} READs at once, and {answered} were said to be answered",
+                other.reads
+            ));
+        }
+        self.offering = (other.slots > 0 && other.reads > 0).then(Offering::default);
+        Ok(())
+    }
+
+    pub(super) fn connect(&mut self, other: &Hello) -> Result<(), Error> {
+        let answered = if self.offering.is_some() { other.reads } else { 0 };
+        self.lane.connect(other, Reads { answered, ..Reads::NONE })
+    }
+
+    /// Connects a second lane, and begins to try whether messages get through: the receiver has said that its end is connected.
+    pub(super) fn connect_and_try(&mut self, other: &Hello) -> Result<(), String> {
+        self.is_proven = false;
+        self.connect(other).map_err(|error| error.to_string())?;
+        self.start_trial(other.slots).map_err(|error| error.to_string())
+    }
+
+    fn start_trial(&mut self, slots: u32) -> Result<(), VerbsError> {
+        let Some(cells) = &self.cells else { return Ok(()) };
+        let mtu = self.lane.card.mtu().bytes().unwrap_or(0).min(CELLS_BYTES as u32);
+        let from = [IbvSge { addr: cells.at(0) as u64, length: mtu, lkey: cells.local_key() }];
+        let to = self.to.at + place_of_trial(slots) as u64;
+        let write = Write { id: TRIAL, from: &from, to, key: self.to.key, tells: Tells::This };
+        // SAFETY: the cells are registered as long as the pair exists. Nobody writes to them while the lane is not used, which is until this request's
+        // completion was seen.
+        unsafe { self.lane.pair.post_write(write) }
+    }
+
+    /// The trial is over; an error if nothing gets through.
+    pub(super) fn end_trial(&mut self, completion: &IbvWc) -> Result<(), String> {
+        match WcStatus(completion.status) {
+            WcStatus::SUCCESS => self.is_proven = true,
+            _ => return Err(self.lane.problem_of(completion)),
+        }
+        let (at, peer_at) = self.lane.ends();
+        tracing::debug!("a link over RDMA also goes from {at} to {peer_at}");
+        Ok(())
+    }
+
+    /// The key by which requests name a payload that lies in staging slots, or, if it is large, in a buffer from `Comm::alloc` that the card has registered.
+    pub(super) fn key(&self, payload: *const u8, len: usize, large: bool) -> Option<u32> {
+        let slots = self.slots.as_ref()?;
+        match slots.holds(payload, len) {
+            true => Some(slots.local_key()),
+            false if large => self.lane.card.block(payload, len).map(|part| part.key),
+            false => None,
+        }
+    }
+
+    /// Whether the peer may read the payload of this frame by itself.
+    pub(super) fn is_offered(&self, frame: u64) -> bool {
+        self.offering.as_ref().is_some_and(|offering| offering.key(frame).is_some())
+    }
+}
+
+impl Drop for SendLane {
+    fn drop(&mut self) {
+        if !crate::forked::is_forked() {
+            self.lane.pair.fail();
+            // The peer's right to read what is offered ends with the windows, which go before the pair does.
+            drop(self.offering.take());
+            if self.lane.pair.destroy() {
+                return;
+            }
+        }
+        // The device, or that of the parent, may go on reading cells and slots for ever.
+        std::mem::forget((self.cells.take(), self.slots.take()));
+    }
+}
+
+/// The receiving end of a lane.
+pub(super) struct ReceiveLane {
+    pub(super) lane: Lane,
+    /// How many READs may be under way at once; 0: the sender may offer nothing.
+    pub(super) reads: u8,
+    /// A message has come. The sender may have given up a second lane by which none has, so that its failure is none of the link's.
+    pub(super) is_used: bool,
+}
+
+impl ReceiveLane {
+    pub(super) fn new(card: &Arc<Card>) -> Result<ReceiveLane, Error> {
+        let lane = Lane::new(card, super::room_to_receive())?;
+        Ok(ReceiveLane { lane, reads: 0, is_used: false })
+    }
+
+    /// Connects this end to the sender's. Receive requests are posted before the sender knows of the queue pair, so that none of its messages comes too
+    /// early.
+    pub(super) fn connect(&mut self, other: &Hello, can_read: bool) -> Result<(), Error> {
+        self.reads = if can_read { other.reads.min(self.lane.card.reads().asked) } else { 0 };
+        super::fill(&mut self.lane.pair, &self.lane.card)?;
+        self.lane.connect(other, Reads { asked: self.reads, ..Reads::NONE })
+    }
+}
