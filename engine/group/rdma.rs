@@ -24,7 +24,7 @@ const MOST_TOLD: usize = 400;
 
 /// Finds out which ports of which network cards could carry links to other hosts by RDMA, and why others could not: InfiniBand and RoCE v2, through
 /// libibverbs, which is loaded when this is first called. Ranks of different hosts talk through the first of these ports if all hosts have a port of
-/// the same kind, and messages get through. All ranks do, also those of one host, if [`LinkChoice::RDMA`](crate::LinkChoice::RDMA) or
+/// the same kind, and messages get through; large buffers also go through the second, where both ranks have one and messages get through there, too. All ranks do, also those of one host, if [`LinkChoice::RDMA`](crate::LinkChoice::RDMA) or
 /// `ALLSTREAM_LINK=rdma` asks for it.
 ///
 /// On Ethernet, one of a port's addresses (GIDs) for RoCE v2 is taken: the one at which the other ranks reach this host, else another one of that

@@ -8,6 +8,7 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::time::{Duration, Instant};
@@ -75,8 +76,8 @@ impl Default for Scratch {
 
 impl Scratch {
     pub fn new() -> Scratch {
-        static COUNT: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(0);
-        let count = COUNT.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        static COUNT: AtomicU32 = AtomicU32::new(0);
+        let count = COUNT.fetch_add(1, Ordering::Relaxed);
         let path = std::env::temp_dir().join(format!("allstream-faults-{}-{count}", std::process::id()));
         std::fs::create_dir_all(&path).unwrap();
         Scratch(path)
@@ -239,6 +240,9 @@ impl Plan {
         let traces = Scratch::new();
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let port = listener.local_addr().unwrap().port();
+        // Jobs over RDMA have two ports and one in turns.
+        static JOBS: AtomicUsize = AtomicUsize::new(0);
+        let host = [crate::verbs::TWO_PORTS, crate::verbs::PORT][JOBS.fetch_add(1, Ordering::Relaxed) % 2];
         let mut ranks = Vec::new();
         for rank in 0..self.size {
             let program = std::env::current_exe().unwrap();
@@ -266,7 +270,7 @@ impl Plan {
                 Link::Local => panic!("ranks of several processes"),
                 Link::Shm => command.env("ALLSTREAM_LINK", "shm"),
                 Link::Tcp => command.env("ALLSTREAM_LINK", "tcp"),
-                Link::Rdma => command.envs(crate::verbs::env()),
+                Link::Rdma => command.envs(crate::verbs::env(host)),
                 Link::Mixed => {
                     let half = if rank < self.size / 2 { "left" } else { "right" };
                     command.env("ALLSTREAM_LINK", "auto").env("ALLSTREAM_HOST_ID", half)

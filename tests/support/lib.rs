@@ -137,7 +137,7 @@ pub fn link_env(link: &str, rank: usize, n: usize) -> Vec<(String, String)> {
     let set = |name: &str, value: &str| vec![(name.to_owned(), value.to_owned())];
     match link {
         "mixed" => set("ALLSTREAM_HOST_ID", host_label(rank, n)),
-        "rdma" => verbs::env(),
+        "rdma" => verbs::env(verbs::TWO_PORTS),
         link => set("ALLSTREAM_LINK", link),
     }
 }

@@ -13,6 +13,11 @@ pub const HOST: &str = "ALLSTREAM_TEST_VERBS";
 pub const PORT: &str =
     r#"{"devices": [{"name": "test_0", "ports": [{"gids": [{"index": 1, "address": "127.0.0.1"}]}]}]}"#;
 
+/// Two devices with one port each, on networks of their own: links go by both.
+pub const TWO_PORTS: &str = r#"{"devices": [
+    {"name": "test_0", "ports": [{"gids": [{"index": 1, "address": "127.0.0.1"}]}]},
+    {"name": "test_1", "ports": [{"rail": 1, "gids": [{"index": 1, "address": "127.0.0.2"}]}]}]}"#;
+
 /// The variables of a process that uses this library with the devices of `host`. They override what the environment says of RDMA devices.
 pub fn on_host<'a>(library: &'a str, host: &'a str) -> Vec<(&'static str, &'a str)> {
     vec![
@@ -24,9 +29,9 @@ pub fn on_host<'a>(library: &'a str, host: &'a str) -> Vec<(&'static str, &'a st
     ]
 }
 
-/// The variables of a rank whose links use RDMA, through the library for tests.
-pub fn env() -> Vec<(String, String)> {
-    let variables = on_host(library().to_str().unwrap(), PORT);
+/// The variables of a rank whose links use RDMA, through the library for tests, on a host such as [`PORT`].
+pub fn env(host: &str) -> Vec<(String, String)> {
+    let variables = on_host(library().to_str().unwrap(), host);
     let all = variables.into_iter().chain([("ALLSTREAM_LINK", "rdma")]);
     all.map(|(name, value)| (name.to_owned(), value.to_owned())).collect()
 }

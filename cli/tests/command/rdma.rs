@@ -173,7 +173,12 @@ fn info_says_that_too_little_memory_can_be_locked() {
 const SMALL: &str = r#"{"devices": [{"name": "test_0", "ports": [{"max_message": 4096, "gids": [{"index": 1, "address": "127.0.0.1"}]}]}]}"#;
 
 /// The command, on a host that this library pretends; whether it went well, and all that it said.
-pub(crate) fn on_host(file: &str, host: &str, variables: &[(&str, &str)], arguments: &[&str]) -> (bool, String) {
+pub(crate) fn on_host(
+    file: &str,
+    host: &str,
+    variables: &[(&str, &str)],
+    arguments: &[&str],
+) -> (bool, String) {
     let mut all = test_support::verbs::on_host(file, host);
     all.push(("ALLSTREAM_TRACE_DIR", "off"));
     all.extend(variables);
@@ -199,7 +204,12 @@ fn is_right_in_alloc(host: &str, collective: &str, ranks: &str, variables: &[(&s
 }
 
 #[track_caller]
-pub(crate) fn is_right_with(what: &[&str], host: &str, (collective, ranks): (&str, &str), variables: &[(&str, &str)]) -> String {
+pub(crate) fn is_right_with(
+    what: &[&str],
+    host: &str,
+    (collective, ranks): (&str, &str),
+    variables: &[(&str, &str)],
+) -> String {
     let arguments = ["perf", collective, "-N", ranks, "--link", "rdma", "-n", "3", "-w", "1"];
     let arguments = [&arguments[..], what].concat();
     let (went_well, said) = on_host(library().to_str().unwrap(), host, variables, &arguments);

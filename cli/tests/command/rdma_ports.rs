@@ -1,13 +1,9 @@
 //! Links over RDMA between ranks that have two ports each, on hosts that the verbs library for tests pretends.
 
-use test_support::verbs::library;
+use test_support::verbs::{TWO_PORTS, library};
 
 use crate::rdma::{goes_over, is_right_with, on_host, two_hosts};
 
-/// Two cards of one port each, on networks of their own.
-const TWO: &str = r#"{"devices": [
-    {"name": "test_0", "ports": [{"gids": [{"index": 1, "address": "127.0.0.1"}]}]},
-    {"name": "test_1", "ports": [{"rail": 1, "gids": [{"index": 1, "address": "127.0.0.2"}]}]}]}"#;
 /// Has each process say, as it ends, what each device has carried.
 const TELL: (&str, &str) = ("ALLSTREAM_TEST_VERBS_TELL", "1");
 
@@ -32,14 +28,14 @@ fn over_both(what: &[&str], host: &str, collective: &str, ranks: &str, more: &[(
 fn both_ports_carry_what_is_large_and_the_first_what_is_small() {
     for collective in ["all_reduce", "broadcast", "all_to_all", "exscan", "send_recv"] {
         for what in [&["--sizes", "8,4K,3M"][..], &["--alloc", "arena", "--sizes", "8,4K,3M"]] {
-            let [first, second] = over_both(what, TWO, collective, "2", &[]);
+            let [first, second] = over_both(what, TWO_PORTS, collective, "2", &[]);
             // The ports are tried for each link, by 4 KB. Which port carries more depends on which frames come back first.
             assert!(second > 8 * 4096 && first > second / 8, "{collective}, {what:?}: {first}, {second}");
         }
     }
-    let [first, second] = over_both(&["--sizes", "8,100"], TWO, "all_reduce", "2", &[]);
+    let [first, second] = over_both(&["--sizes", "8,100"], TWO_PORTS, "all_reduce", "2", &[]);
     assert!(first > 0 && second == 2 * 4096, "{first}, {second}");
-    over_both(&["--sizes", "8,4K,300K"], TWO, "all_reduce", "4", &[]);
+    over_both(&["--sizes", "8,4K,300K"], TWO_PORTS, "all_reduce", "4", &[]);
 }
 
 /// Completions that are late make frames that go by one port overtake those that go by the other.
@@ -49,8 +45,8 @@ fn frames_that_overtake_each_other_change_nothing() {
         let seed = ("ALLSTREAM_TEST_VERBS_SEED", seed);
         let late = [("ALLSTREAM_TEST_VERBS_DELAY_US", "300"), seed];
         for what in [&["--sizes", "8,100,300K,1M"][..], &["--alloc", "arena", "--sizes", "8,100,300K,1M"]] {
-            over_both(what, TWO, "all_reduce", "3", &late);
-            over_both(what, TWO, "send_recv", "2", &[("ALLSTREAM_TEST_VERBS_LOSS", "20"), seed]);
+            over_both(what, TWO_PORTS, "all_reduce", "3", &late);
+            over_both(what, TWO_PORTS, "send_recv", "2", &[("ALLSTREAM_TEST_VERBS_LOSS", "20"), seed]);
         }
     }
 }
@@ -59,7 +55,7 @@ fn frames_that_overtake_each_other_change_nothing() {
 #[test]
 fn ports_that_differ_carry_a_link_together() {
     let second = |from: &str, to: &str| {
-        let (first, second) = TWO.split_at(TWO.find("{\"name\": \"test_1\"").unwrap());
+        let (first, second) = TWO_PORTS.split_at(TWO_PORTS.find("{\"name\": \"test_1\"").unwrap());
         let changed = second.replacen(from, to, 1);
         assert_ne!(changed, second);
         format!("{first}{changed}")
@@ -77,30 +73,33 @@ fn ports_that_differ_carry_a_link_together() {
     // A second port for whose sake frames would be cut is not used.
     let small = second("\"rail\": 1", "\"rail\": 1, \"max_message\": 16384");
     assert_eq!(over_both(&sizes, &small, "all_reduce", "2", &[])[1], 0);
-    let both = TWO.replace("\"gids\"", "\"max_message\": 16384, \"gids\"");
+    let both = TWO_PORTS.replace("\"gids\"", "\"max_message\": 16384, \"gids\"");
     assert!(over_both(&sizes, &both, "all_reduce", "2", &[])[1] > 2 * 4096);
     // The second card can register nothing, or not enough for whole frames: the links go by the first.
     let little = second(name, &format!("{name}, \"max_pinned\": 65536"));
     assert_eq!(over_both(&sizes, &little, "all_reduce", "2", &[])[1], 0);
     // Where ranks register no memory for whole frames, a link has one port.
-    assert_eq!(over_both(&sizes, TWO, "all_reduce", "2", &[("ALLSTREAM_RDMA_MEMORY", "0")])[1], 0);
+    assert_eq!(over_both(&sizes, TWO_PORTS, "all_reduce", "2", &[("ALLSTREAM_RDMA_MEMORY", "0")])[1], 0);
     // So it has where the user names one device.
-    assert_eq!(over_both(&sizes, TWO, "all_reduce", "2", &[("ALLSTREAM_RDMA_DEVICE", "test_0")])[1], 0);
+    assert_eq!(over_both(&sizes, TWO_PORTS, "all_reduce", "2", &[("ALLSTREAM_RDMA_DEVICE", "test_0")])[1], 0);
 }
 
 /// The second ports are connected to networks of their own: between hosts nothing gets through by them.
 #[test]
 fn second_ports_that_do_not_reach_each_other_are_not_used_and_that_is_told() {
     let apart = r#"export ALLSTREAM_TEST_VERBS="$(echo "$ALLSTREAM_TEST_VERBS" | sed "s/\"rail\": 1/\"rail\": $((h + 5))/")"; export ALLSTREAM_RDMA_TIMEOUT=1 ALLSTREAM_RDMA_RETRY=1;"#;
-    let said = goes_over(two_hosts(TWO, apart), "shm, rdma");
+    let said = goes_over(two_hosts(TWO_PORTS, apart), "shm, rdma");
     let told = "links over RDMA go by the first ports alone, as nothing gets from test_1 port 1 (127.0.0.2) to 127.0.0.2: ";
     assert!(said.contains(told) && said.contains("name one device in ALLSTREAM_RDMA_DEVICE"), "{said}");
     // A second port that one host's ranks cannot open, and one that the other host has not.
     for (set, told) in [
-        ("[ $h = 0 ] || export ALLSTREAM_TEST_VERBS_FAIL=ibv_alloc_pd:2:12;", Some("alone: RDMA is not available: test_1 port 1 cannot be used: ibv_alloc_pd")),
+        (
+            "[ $h = 0 ] || export ALLSTREAM_TEST_VERBS_FAIL=ibv_alloc_pd:2:12;",
+            Some("alone: RDMA is not available: test_1 port 1 cannot be used: ibv_alloc_pd"),
+        ),
         ("[ $h = 0 ] || export ALLSTREAM_RDMA_DEVICE=test_0;", None),
     ] {
-        let said = goes_over(two_hosts(TWO, set), "shm, rdma");
+        let said = goes_over(two_hosts(TWO_PORTS, set), "shm, rdma");
         assert!(told.map_or(!said.contains("WARN"), |told| said.contains(told)), "{said}");
     }
 }
@@ -109,9 +108,24 @@ fn second_ports_that_do_not_reach_each_other_are_not_used_and_that_is_told() {
 #[test]
 fn a_second_port_that_fails_is_an_error_that_names_it() {
     let command = env!("CARGO_BIN_EXE_allstream");
-    let job = ["run", "-n", "2", "--on-failure", "keep", "--", command, "perf", "all_reduce", "--sizes", "4M", "-n", "50"];
+    let job = [
+        "run",
+        "-n",
+        "2",
+        "--on-failure",
+        "keep",
+        "--",
+        command,
+        "perf",
+        "all_reduce",
+        "--sizes",
+        "4M",
+        "-n",
+        "50",
+    ];
     // The 300th request of rank 1 and all behind it stay; the deadline tells.
-    let stalls = [("ALLSTREAM_TEST_VERBS_STALL", "300"), ("ALLSTREAM_TIMEOUT", "2"), ("ALLSTREAM_LINK", "rdma")];
-    let (went_well, said) = on_host(library().to_str().unwrap(), TWO, &stalls, &job);
+    let stalls =
+        [("ALLSTREAM_TEST_VERBS_STALL", "300"), ("ALLSTREAM_TIMEOUT", "2"), ("ALLSTREAM_LINK", "rdma")];
+    let (went_well, said) = on_host(library().to_str().unwrap(), TWO_PORTS, &stalls, &job);
     assert!(!went_well && said.contains("timed out after 2s"), "{said}");
 }

@@ -90,7 +90,11 @@ impl Card {
         let is_as_good = |second: &Card| {
             let needed = card.max_message().min(LARGEST as u32);
             let (place, bytes) = (second.place(), second.max_message());
-            if bytes >= needed { Ok(()) } else { Err(format!("{place} takes messages of {bytes} bytes at most")) }
+            if bytes >= needed {
+                Ok(())
+            } else {
+                Err(format!("{place} takes messages of {bytes} bytes at most"))
+            }
         };
         let opened = opened.map(|opened| {
             let opened = opened.map_err(|error| error.to_string())?;

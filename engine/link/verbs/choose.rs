@@ -14,7 +14,7 @@ pub(super) const AREAS: usize = 40 << 20;
 /// Bytes that a rank must be able to lock besides, as registering memory locks it: for staging slots, narrow links, and the device's queues.
 const OTHERS: usize = 24 << 20;
 
-/// The RDMA of this host: what can carry links to other hosts, and what cannot. Links go over the first port.
+/// The RDMA of this host: what can carry links to other hosts, and what cannot. A rank's links go over the first port, and over the second beside it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Rdma {
@@ -329,14 +329,17 @@ pub(crate) fn choose(library: &str, facts: &Facts, wishes: &Wishes, near: &[IpAd
             }
         };
         match port.clone().and_then(|port| usable(&around, device, number, &port)) {
-            Ok((port, suits, unused)) => usables.push((place, port, suits, unused)),
+            Ok((port, suits, unused)) => {
+                let order = (place, port.layer != RdmaLayer::InfiniBand, suits.place, device.is_far);
+                usables.push((order, port, unused));
+            }
             Err(why) => passed_over.push(refused(why)),
         }
     }
     // The sort is stable: where nothing else decides, the order of the devices stays.
-    usables.sort_by_key(|(place, port, suits, _)| (*place, port.layer != RdmaLayer::InfiniBand, suits.place));
+    usables.sort_by_key(|(order, ..)| *order);
     let mut chosen: Vec<RdmaPort> = Vec::new();
-    for (_, port, _, unused) in usables {
+    for (_, port, unused) in usables {
         if let Some(first) = chosen.first().filter(|first| first.layer != port.layer) {
             passed_over.push(PassedOver {
                 what: format!("{} port {}", port.device, port.port),

@@ -399,7 +399,9 @@ mod tests {
                 }
                 2 => {
                     let first = usize::from(what / 6 % 2);
-                    let Some(lane) = [first, 1 - first].into_iter().find(|lane| !self.frames[*lane].is_empty()) else {
+                    let Some(lane) =
+                        [first, 1 - first].into_iter().find(|lane| !self.frames[*lane].is_empty())
+                    else {
                         return;
                     };
                     let number = self.frames[lane].remove(0);
@@ -407,7 +409,8 @@ mod tests {
                         self.tx.is_done_with(u64::from(number & NUMBER));
                     }
                     came(&mut self.rx, number, 64, lane).unwrap();
-                    let overtaken = self.frames.iter().flatten().any(|other| other & NUMBER < number & NUMBER);
+                    let overtaken =
+                        self.frames.iter().flatten().any(|other| other & NUMBER < number & NUMBER);
                     assert!(overtaken || self.rx.head().is_some());
                 }
                 3 => {
@@ -434,7 +437,9 @@ mod tests {
                 _ => {}
             }
             // Neither end ever sends more messages than the other has receive requests posted.
-            assert!(self.frames.iter().flatten().count() <= CELLS as usize && self.notes.len() <= CELLS as usize);
+            assert!(
+                self.frames.iter().flatten().count() <= CELLS as usize && self.notes.len() <= CELLS as usize
+            );
         }
     }
 

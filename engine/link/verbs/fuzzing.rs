@@ -95,7 +95,10 @@ impl Link {
                 for frame in self.rx.unreleased().filter(|frame| self.rx.is_offered(*frame)) {
                     let slot = offset(Place { cell: 0, slot: Some(self.rx.slot(frame)) });
                     assert!(slot + LARGEST <= self.area, "a payload would be READ beyond the area");
-                    assert!(self.rx.lane(frame) < self.lanes, "a payload would be READ by a lane that there is not");
+                    assert!(
+                        self.rx.lane(frame) < self.lanes,
+                        "a payload would be READ by a lane that there is not"
+                    );
                 }
             }
             Came::Frame { number, large } => {

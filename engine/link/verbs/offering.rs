@@ -79,7 +79,8 @@ impl Sending {
         let place = to.at + offset(Place { slot: None, ..place }) as u64;
         let from = [piece(cell, Offer::BYTES, cells.local_key())];
         // The completion of this request counts for no frame: the device is done with the frame when the key is not valid any more.
-        let write = Write { id: PIECE, from: &from, to: place, key: to.key, tells: Tells::Both(number | OFFERED) };
+        let write =
+            Write { id: PIECE, from: &from, to: place, key: to.key, tells: Tells::Both(number | OFFERED) };
         // SAFETY: the cell is registered and stays as it is until the frame is done with. The payload's buffer stays registered, and valid for reads,
         // until then by the caller's promise: a buffer ends its registration only when it is dropped, and its operation owns it. `window` is kept.
         let posted = unsafe { lane.pair.post_bound_write(Some(bind), write) };

@@ -9,6 +9,7 @@ use allstream_sys::verbs::{
 };
 use rustix::io::Errno;
 use rustix::process::{Resource, getrlimit};
+use rustix::thread::{CpuSet, sched_getaffinity};
 
 use super::facts::{Device, Facts, Found, Gid, Interface, Locked, Port};
 use crate::error::Error;
@@ -81,7 +82,21 @@ fn device(devices: &Devices<'_>, at: usize) -> Device {
         Ok(ports(&context, count))
     };
     let ports = ask().map_err(|error: VerbsError| error.to_string());
-    Device { name: devices.name(at), transport: devices.transport(at), ports }
+    let name = devices.name(at);
+    let near = std::fs::read_to_string(format!("{IN_KERNEL}/{name}/device/local_cpulist"));
+    let is_far = near.is_ok_and(|near| sched_getaffinity(None).is_ok_and(|own| !may_run_near(&near, &own)));
+    Device { name, transport: devices.transport(at), is_far, ports }
+}
+
+/// Whether a process that may run on its `own` processors may run on one of those in a list of the kernel's, such as `0-3,8`. A list that cannot be read
+/// has no processors, and says nothing.
+pub(super) fn may_run_near(list: &str, own: &CpuSet) -> bool {
+    let range = |part: &str| {
+        let (first, last) = part.split_once('-').unwrap_or((part, part));
+        Some(first.trim().parse::<usize>().ok()?..=last.trim().parse::<usize>().ok()?)
+    };
+    let mut near = list.split(',').filter_map(range).flatten().take(CpuSet::MAX_CPU).peekable();
+    near.peek().is_none() || near.any(|cpu| cpu < CpuSet::MAX_CPU && own.is_set(cpu))
 }
 
 /// How many addresses a port may have. If the port cannot be asked: as many as no port of a usual card exceeds. The library gives the addresses of all

@@ -85,7 +85,9 @@ impl Receiving {
 
     /// Adds the READ of what is left of a frame to its slot. Returns whether there was room for it.
     fn read_to_slot(&mut self, frame: u64, taken: &Taken, reads: &mut ReadLists) -> bool {
-        let (Some(slot), Some(area)) = (self.slot(frame), self.area.of_lane(taken.lane)) else { return false };
+        let (Some(slot), Some(area)) = (self.slot(frame), self.area.of_lane(taken.lane)) else {
+            return false;
+        };
         let at = slot.wrapping_add(taken.done).expose_provenance() as u64;
         let into = IbvSge { addr: at, length: taken.left() as u32, lkey: area.local_key() };
         self.read(frame, taken, (To::Slot, into), reads)
@@ -112,7 +114,8 @@ impl Receiving {
     unsafe fn post(&mut self, mut reads: ReadLists) {
         for (at, reads) in reads.0.iter_mut().enumerate().filter(|(_, reads)| reads.count > 0) {
             // SAFETY: the caller's promise.
-            if let Err(error) = unsafe { self.lanes[at].lane.pair.post_reads(&mut reads.list[..reads.count]) } {
+            if let Err(error) = unsafe { self.lanes[at].lane.pair.post_reads(&mut reads.list[..reads.count]) }
+            {
                 self.lose(at, &error);
             }
         }

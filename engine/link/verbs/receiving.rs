@@ -291,7 +291,11 @@ impl Receiving {
 
     fn break_off(&mut self, at: usize, problem: String) {
         if at > 0 && !self.lanes[at].is_used {
-            tracing::debug!(peer = self.peer, problem, "the second port of a link over RDMA failed, and is not used");
+            tracing::debug!(
+                peer = self.peer,
+                problem,
+                "the second port of a link over RDMA failed, and is not used"
+            );
         } else if !self.is_broken {
             self.is_broken = true;
             tracing::debug!(peer = self.peer, problem, "a link over RDMA broke while receiving");

@@ -109,7 +109,11 @@ impl Sending {
         }
         let cards = self.lanes.iter().map(|lane| &lane.lane.card);
         let own_max = common_message(cards);
-        self.max_message = [&other.first].into_iter().chain(&other.second).map(|hello| hello.max_message).fold(own_max, u32::min);
+        self.max_message = [&other.first]
+            .into_iter()
+            .chain(&other.second)
+            .map(|hello| hello.max_message)
+            .fold(own_max, u32::min);
         self.lanes.first.agree(&other.first).map_err(wrong)?;
         if granted == 0 {
             // The link is narrow: one large frame goes at a time, in pieces, for which the queue always has room.

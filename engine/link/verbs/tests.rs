@@ -3,10 +3,11 @@
 use std::net::{IpAddr, Ipv6Addr};
 
 use allstream_sys::verbs::{GidType, LinkLayer, Mtu, PortState, Transport};
+use rustix::thread::CpuSet;
 
 use super::choose::{Rdma, choose};
 use super::facts::{Device, Facts, Found, Gid, Interface, Locked, Port};
-use super::read::may_lock;
+use super::read::{may_lock, may_run_near};
 use super::wishes::Wishes;
 
 fn ip(text: &str) -> IpAddr {
@@ -52,7 +53,7 @@ fn infiniband() -> Found {
 
 fn device(name: &str, ports: impl IntoIterator<Item = Found>) -> Device {
     let ports = (1..).zip(ports).map(|(number, port)| Port { number, found: Ok(port) });
-    Device { name: name.into(), transport: Transport::IB, ports: Ok(ports.collect()) }
+    Device { name: name.into(), transport: Transport::IB, is_far: false, ports: Ok(ports.collect()) }
 }
 
 fn host(devices: impl IntoIterator<Item = Device>) -> Facts {
@@ -173,9 +174,33 @@ fn all_active_ports_are_taken_those_near_the_other_ranks_first() {
     assert_eq!(taken(&chosen(&facts).unwrap()), ["mlx5_0:1 4", "mlx5_1:1 1"]);
     let near = chosen_by(&facts, "", "", &["10.3.0.1"]).unwrap();
     assert_eq!(taken(&near), ["mlx5_1:1 1", "mlx5_0:1 4"]);
+    // Where nothing else decides, those come first that are near to where this process runs.
+    let far = Facts {
+        devices: vec![Device { is_far: true, ..facts.devices[0].clone() }, facts.devices[1].clone()],
+        ..facts.clone()
+    };
+    assert_eq!(taken(&chosen(&far).unwrap()), ["mlx5_1:1 1", "mlx5_0:1 4"]);
+    assert_eq!(taken(&chosen_by(&far, "", "", &["10.0.0.1"]).unwrap()), ["mlx5_0:1 4", "mlx5_1:1 1"]);
     // Ports that the user has named stay in the user's order.
     let named = chosen_by(&facts, "mlx5_0, mlx5_1:1", "", &["10.3.0.1"]).unwrap();
     assert_eq!(taken(&named), ["mlx5_0:1 4", "mlx5_1:1 1"]);
+}
+
+#[test]
+fn a_card_is_near_if_this_process_may_run_on_a_processor_near_to_it() {
+    let mut own = CpuSet::new();
+    [2, 9].iter().for_each(|cpu| own.set(*cpu));
+    for (list, is_near) in [
+        ("0-3,8-11\n", true),
+        ("9", true),
+        ("0-1,4-8", false),
+        ("\n", true),
+        ("what", true),
+        ("1-4294967296", true),
+        ("70000", false),
+    ] {
+        assert_eq!(may_run_near(list, &own), is_near, "{list}");
+    }
 }
 
 #[test]
