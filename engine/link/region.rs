@@ -418,8 +418,10 @@ impl Region {
         }
         let bytes = bytes.next_multiple_of(PAGE);
         self.blocks.lock().remove(&offset);
-        let unpin = |pins: &Weak<dyn Pins>| pins.upgrade().is_none_or(|pins| pins.unpin(self.at(offset)));
-        let is_free = self.pins.lock().iter().map(unpin).fold(true, |all, is_free| all && is_free);
+        let mut is_free = true;
+        for pins in self.pins.lock().iter().filter_map(Weak::upgrade) {
+            is_free &= pins.unpin(self.at(offset));
+        }
         if !is_free {
             return; // a network card may use the pages for ever: nobody gets them again
         }

@@ -21,11 +21,11 @@ use super::first_packet;
 use super::hello::{Area, Hello};
 use super::layout::{CELLS_BYTES, place_of_trial};
 use super::offers::{Offering, Reads};
-use super::queue_pair::{QueuePair, Room, Tells, Write};
+use super::queue_pair::{PIECE, QueuePair, Room, Tells, Write};
 use crate::error::Error;
 
 /// The id of the packet by which a second lane is tried.
-pub(super) const TRIAL: u64 = super::sending::PIECE | 1;
+pub(super) const TRIAL: u64 = PIECE | 1;
 
 /// The lanes of a link, at one of its ends. Index 0 is the first lane, any other the second if there is one.
 pub(super) struct Lanes<L> {

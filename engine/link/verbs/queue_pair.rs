@@ -564,6 +564,9 @@ impl Drop for QueuePair {
 /// The id of all receive requests, which their completions carry.
 pub(super) const RECEIVED: u64 = u64::MAX;
 
+/// Set in the id of a piece that is not a frame's last, and in that of a receive request: their completions count for no frame.
+pub(super) const PIECE: u64 = 1 << 63;
+
 /// A send request with nothing filled in.
 const NOTHING: IbvSendWr = IbvSendWr {
     wr_id: 0,

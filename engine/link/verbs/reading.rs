@@ -223,8 +223,9 @@ impl Receiving {
     /// Stops what the device writes to operations' memory. Returns whether it writes no more.
     pub(super) fn revoke(&mut self) -> bool {
         if self.taking.writes() {
-            let failed = self.lanes.iter_mut().map(|lane| lane.lane.pair.fail());
-            self.is_lost |= !failed.fold(true, |all, failed| all && failed);
+            for lane in self.lanes.iter_mut() {
+                self.is_lost |= !lane.lane.pair.fail();
+            }
             let _ = self.look();
             // A device that has failed completes nothing more, and never what it has not taken.
             let is_lost = self.is_lost || self.lanes.iter().any(|lane| lane.lane.pair.problem().is_some());

@@ -306,7 +306,11 @@ impl Receiving {
 
     /// Destroys the queue pairs. `true`: as for [`QueuePair::destroy`](super::queue_pair::QueuePair::destroy), for all of them.
     pub(super) fn destroy(&mut self) -> bool {
-        self.lanes.iter_mut().map(|lane| lane.lane.pair.destroy()).fold(true, |all, gone| all && gone)
+        let mut are_gone = true;
+        for lane in self.lanes.iter_mut() {
+            are_gone &= lane.lane.pair.destroy();
+        }
+        are_gone
     }
 }
 

@@ -12,7 +12,7 @@ use super::hello::{GREETING, Greeting};
 use super::lane::{Lanes, SendLane, TRIAL};
 use super::layout::{CELL, LARGEST, PIECE_BYTES, PIECES, cut, offset, place_of_piece};
 use super::pieces::PiecesSent;
-use super::queue_pair::{RECEIVED, Room, Tells, Write};
+use super::queue_pair::{PIECE, RECEIVED, Room, Tells, Write};
 use crate::error::Error;
 use crate::link::{Break, HEADER_BYTES, Header, INLINE, Posted, SLOT};
 use crate::types::Rank;
@@ -252,7 +252,11 @@ impl Sending {
     fn destroy(&mut self) -> bool {
         self.fail();
         self.end_offers();
-        self.lanes.iter_mut().map(|lane| lane.lane.pair.destroy()).fold(true, |all, gone| all && gone)
+        let mut are_gone = true;
+        for lane in self.lanes.iter_mut() {
+            are_gone &= lane.lane.pair.destroy();
+        }
+        are_gone
     }
 
     fn fail(&mut self) {
@@ -454,9 +458,6 @@ impl Sending {
         Ok(())
     }
 }
-
-/// Set in the id of a piece that is not a frame's last, and in that of a receive request: their completions count for no frame.
-pub(super) const PIECE: u64 = 1 << 63;
 
 pub(super) fn piece(at: *const u8, bytes: usize, key: u32) -> IbvSge {
     IbvSge { addr: at.expose_provenance() as u64, length: bytes as u32, lkey: key }
