@@ -21,7 +21,7 @@
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{TcpListener, TcpStream};
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
@@ -87,26 +87,48 @@ fn median_of_slowest(times: &[Vec<f64>]) -> f64 {
 struct MemoryLock {
     threads: usize,
     arrived: AtomicUsize,
+    /// A thread has failed, and comes here no more.
+    is_given_up: AtomicBool,
 }
+
+/// The error of a thread that waited for another one, which has failed.
+const GIVEN_UP: &str = "another thread has failed";
 
 impl MemoryLock {
     fn new(threads: usize) -> MemoryLock {
-        MemoryLock { threads, arrived: AtomicUsize::new(0) }
+        MemoryLock { threads, arrived: AtomicUsize::new(0), is_given_up: AtomicBool::new(false) }
     }
 
-    fn pass(&self) {
+    /// Waits until all threads have come. An error: one of them has failed, and does not come.
+    fn pass(&self) -> Res<()> {
         let turn = self.arrived.fetch_add(1, Ordering::AcqRel) / self.threads;
         let mut looks = 0;
         while self.arrived.load(Ordering::Acquire) < (turn + 1) * self.threads {
             looks += 1;
-            if looks % 128 == 0 { std::thread::yield_now() } else { std::hint::spin_loop() }
+            if looks % 128 != 0 {
+                std::hint::spin_loop();
+            } else if self.is_given_up.load(Ordering::Relaxed) {
+                return Err(GIVEN_UP.into());
+            } else {
+                std::thread::yield_now();
+            }
         }
+        Ok(())
+    }
+}
+
+/// Tells the other threads that this one has failed, unless it is forgotten before it is dropped.
+struct Unfinished<'a>(&'a MemoryLock);
+
+impl Drop for Unfinished<'_> {
+    fn drop(&mut self) {
+        self.0.is_given_up.store(true, Ordering::Relaxed);
     }
 }
 
 /// What a thread does before the clock starts, and while the clock runs.
 trait Worker {
-    fn fill(&mut self);
+    fn fill(&mut self) -> Res<()>;
     fn once(&mut self) -> Res<()>;
     /// Whether the work of a round was done: `times` operations on what was filled.
     fn is_right(&self, times: i32) -> bool;
@@ -118,9 +140,10 @@ fn time<W: Worker + Send>(workers: Vec<W>, bytes: usize) -> Res<Vec<Vec<f64>>> {
     let memory_lock = MemoryLock::new(workers.len());
     let run = |mut worker: W| -> Res<Vec<f64>> {
         let mut times = Vec::with_capacity(rounds);
+        let unfinished = Unfinished(&memory_lock);
         for round in 0..WARMUP + rounds {
-            worker.fill();
-            memory_lock.pass();
+            worker.fill()?;
+            memory_lock.pass()?;
             let start = Instant::now();
             for _ in 0..group {
                 worker.once()?;
@@ -128,18 +151,24 @@ fn time<W: Worker + Send>(workers: Vec<W>, bytes: usize) -> Res<Vec<Vec<f64>>> {
             if round >= WARMUP {
                 times.push(start.elapsed().as_secs_f64() / group as f64);
             }
-            memory_lock.pass();
+            memory_lock.pass()?;
             if round + 1 == WARMUP + rounds && !worker.is_right(group as i32) {
                 return Err(format!("wrong result at {bytes} bytes").into());
             }
         }
+        std::mem::forget(unfinished);
         Ok(times)
     };
-    std::thread::scope(|scope| {
+    let ended: Vec<Res<Vec<f64>>> = std::thread::scope(|scope| {
         let run = &run;
         let threads: Vec<_> = workers.into_iter().map(|worker| scope.spawn(move || run(worker))).collect();
         threads.into_iter().map(|thread| thread.join().map_err(|_| "a thread panicked")?).collect()
-    })
+    });
+    let (failed, times): (Vec<_>, Vec<_>) = ended.into_iter().partition(Result::is_err);
+    // The cause is told, and not that others had waited for it.
+    let is_cause = |end: &Res<Vec<f64>>| end.as_ref().is_err_and(|error| error.to_string() != GIVEN_UP);
+    let cause = failed.iter().position(is_cause).unwrap_or(0);
+    failed.into_iter().nth(cause).into_iter().chain(times).collect()
 }
 
 /// A rank's buffer, cut into a part for each thread. Nobody waits for a lock: the memory lock keeps the phases apart.
@@ -161,12 +190,12 @@ struct Folder<'a, 'b> {
 const BLOCK: usize = 1024;
 
 impl Worker for Folder<'_, '_> {
-    fn fill(&mut self) {
+    fn fill(&mut self) -> Res<()> {
         // One thread fills the whole buffer of a rank, as the rank itself would.
         for parts in self.ranks.iter().skip(self.index).step_by(self.threads) {
             parts.iter().for_each(|part| lock(part).fill(1.0));
         }
-        self.memory_lock.pass();
+        self.memory_lock.pass()
     }
 
     fn is_right(&self, times: i32) -> bool {
@@ -248,8 +277,9 @@ const CALL: usize = 1 << 20;
 const WINDOWS: [Option<usize>; 4] = [None, Some(64 << 10), Some(256 << 10), Some(1 << 20)];
 
 impl Worker for Exchange {
-    fn fill(&mut self) {
+    fn fill(&mut self) -> Res<()> {
         self.ends.fill();
+        Ok(())
     }
 
     fn is_right(&self, _: i32) -> bool {
@@ -309,8 +339,9 @@ struct Framed {
 }
 
 impl Worker for Framed {
-    fn fill(&mut self) {
+    fn fill(&mut self) -> Res<()> {
         self.ends.fill();
+        Ok(())
     }
 
     fn is_right(&self, _: i32) -> bool {
@@ -427,9 +458,10 @@ impl Hander<'_> {
 }
 
 impl Worker for Hander<'_> {
-    fn fill(&mut self) {
+    fn fill(&mut self) -> Res<()> {
         lock(&self.mine.input).fill(1);
         self.output.fill(0);
+        Ok(())
     }
 
     fn is_right(&self, _: i32) -> bool {

@@ -2,7 +2,7 @@
 # Two hosts, over TCP and over RDMA: a report with tables for docs/cluster.md. Usage: two_hosts.sh HOST HOST > report.md
 #   RANKS=1                  ranks on each host
 #   SIZES=8,4K,64K,1M,16M    bytes
-#   ALLSTREAM=...            the command, at the same path on both hosts
+#   ALLSTREAM=...            the command, at the same path on both hosts; by default the one that cargo has built in release
 #   REACH="ssh -o BatchMode=yes"   what runs a command on a host, as `allstream run --ssh` takes it
 set -euo pipefail
 
@@ -11,7 +11,10 @@ if [ $# -ne 2 ]; then
     exit 2
 fi
 ranks=${RANKS:-1} sizes=${SIZES:-8,4K,64K,1M,16M} reach=${REACH:-ssh -o BatchMode=yes}
-allstream=${ALLSTREAM:-$(cd "$(dirname "$0")/.." && pwd)/target/release/allstream}
+root=$(cd "$(dirname "$0")/.." && pwd)
+# cargo takes a relative target folder to start where it is called: here, at the root.
+target=$(cd "$root" && realpath -m "${CARGO_TARGET_DIR:-target}")
+allstream=${ALLSTREAM:-$target/release/allstream}
 
 # Runs a command on a host. If it fails, the report says so, and the script goes on.
 on() {

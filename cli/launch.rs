@@ -12,6 +12,7 @@
 pub(crate) mod agent;
 pub(crate) mod bind;
 mod cgroup;
+mod door;
 mod event;
 pub(crate) mod guard;
 pub(crate) mod hosts;
@@ -281,7 +282,7 @@ fn start_all(
 
 /// All ranks of a job that runs on this host alone, as one part.
 fn whole(job: &Job) -> io::Result<Part> {
-    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
+    let listener = door::open((Ipv4Addr::LOCALHOST, 0).into())?;
     Ok(Part {
         host: None,
         first: 0,

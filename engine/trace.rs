@@ -467,10 +467,13 @@ impl Recording {
 /// Writes a file under a name of its own, then renames it: whoever reads meanwhile sees the whole file or none, and several may write at once.
 fn replace(path: &Path, text: &[u8]) -> std::io::Result<()> {
     let dir = path.parent().unwrap_or(Path::new(""));
-    if dir == default_directory() {
+    let default = default_directory();
+    // `allstream run` gives each job a directory of its own below the default one.
+    if dir.starts_with(&default) {
         // Only this user may put anything there. If the directory exists, another user may have made it.
+        std::fs::DirBuilder::new().recursive(true).mode(0o700).create(&default)?;
+        belongs_to_us(&default)?;
         std::fs::DirBuilder::new().recursive(true).mode(0o700).create(dir)?;
-        belongs_to_us(dir)?;
     } else {
         std::fs::create_dir_all(dir)?;
     }
@@ -505,7 +508,8 @@ pub(crate) fn file_of(world: &str, rank: Rank) -> Option<RecordFile> {
     // No directory is made before there is something to write, so the nearest one that exists is checked.
     let there = dir.ancestors().find(|dir| dir.exists()).unwrap_or(Path::new("."));
     let wanted = rustix::fs::Access::WRITE_OK | rustix::fs::Access::EXEC_OK;
-    let is_foreign = there == default_directory() && belongs_to_us(there).is_err();
+    let default = default_directory();
+    let is_foreign = there.starts_with(&default) && belongs_to_us(&default).is_err();
     if is_foreign || rustix::fs::access(there, wanted).is_err() {
         file.lose();
     }

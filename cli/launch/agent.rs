@@ -10,7 +10,6 @@
 use crate::Exit;
 use std::ffi::OsString;
 use std::io::{self, BufRead, BufReader, Read};
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, ToSocketAddrs};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::mpsc::Sender;
@@ -23,7 +22,7 @@ use super::bind::Bind;
 use super::event::Event;
 use super::relay::write_all;
 use super::stdin::{Input, KEPT_BY_AGENT, Queue, Stdin};
-use super::{Job, Part, Policy, complain, signals};
+use super::{Job, Part, Policy, complain, door, signals};
 
 /// The start of a line with the name of a signal for the agent's ranks.
 const SIGNAL: &str = "signal ";
@@ -170,7 +169,7 @@ fn prepare(order: Order) -> io::Result<(Job, Part)> {
         let dir = order.dir.display();
         io::Error::new(error.kind(), format!("cannot enter {dir}: {error}; name another with --dir"))
     })?;
-    let listener = if order.first == 0 { Some(listen(&order.address, order.port)?) } else { None };
+    let listener = if order.first == 0 { Some(door::open_for(&order.address, order.port)?) } else { None };
     let port = match &listener {
         Some(listener) => listener.local_addr()?.port(),
         None => order.port,
@@ -191,32 +190,6 @@ fn prepare(order: Order) -> io::Result<(Job, Part)> {
     let (first, size, token) = (order.first, order.size, order.token);
     let inputs = Input::by_agent(job.stdin, first..first.saturating_add(job.ranks));
     Ok((job, Part { host, first, size, address, port, token, listener, inputs }))
-}
-
-/// Opens rank 0's port at the address to which the other ranks connect. Opens it on all addresses if that address is not this host's own
-/// (as behind address translation), or if the name resolves to a loopback address here, which no other host could reach.
-fn listen(host: &str, port: u16) -> io::Result<TcpListener> {
-    let literal = host.eq_ignore_ascii_case("localhost") || host.parse::<IpAddr>().is_ok();
-    let found = (host, port).to_socket_addrs().map(Iterator::collect::<Vec<_>>).unwrap_or_default();
-    let own = found.into_iter().filter(|address| literal || !address.ip().is_loopback());
-    let any: [SocketAddr; 2] = [(Ipv6Addr::UNSPECIFIED, port).into(), (Ipv4Addr::UNSPECIFIED, port).into()];
-    let mut last = None;
-    for address in own.chain(any) {
-        match TcpListener::bind(address) {
-            Ok(listener) => {
-                // A backlog that is long enough for all ranks to connect at once.
-                rustix::net::listen(&listener, 4096)?;
-                return Ok(listener);
-            }
-            Err(error) if error.kind() == io::ErrorKind::AddrInUse => {
-                let problem = format!("port {port} is taken already; choose another with --port");
-                return Err(io::Error::new(error.kind(), problem));
-            }
-            Err(error) => last = Some(error),
-        }
-    }
-    let why = last.map(|error| format!(": {error}")).unwrap_or_default();
-    Err(io::Error::other(format!("cannot listen at {host}, port {port}{why}")))
 }
 
 #[cfg(test)]
@@ -258,16 +231,5 @@ mod tests {
         for line in ["Welcome to h2\n", "allstream-agent 0.0.0 4711\n", "allstream-agent\n", "\n"] {
             assert_eq!(greeting(line.as_bytes()), None, "{line}");
         }
-    }
-
-    #[test]
-    fn a_port_of_this_host_is_opened() {
-        let first = listen("127.0.0.1", 0).unwrap();
-        let address = first.local_addr().unwrap();
-        assert!(address.ip().is_loopback());
-        let error = listen("127.0.0.1", address.port()).unwrap_err().to_string();
-        assert!(error.contains("--port"), "{error}");
-        // An address that is reserved for documentation: no host has it.
-        assert!(listen("192.0.2.77", 0).unwrap().local_addr().unwrap().ip().is_unspecified());
     }
 }

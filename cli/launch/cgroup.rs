@@ -95,11 +95,12 @@ impl Cgroup {
         !self.path.exists()
     }
 
-    /// Removes it at the end of a job. Processes that may outlive the job go back to the launcher's cgroup.
+    /// Removes it at the end of a job, with what is below it. Processes that may outlive the job go back to the launcher's cgroup.
     pub(super) fn leave(&self) {
         let end = Instant::now() + PATIENCE;
         while !self.remove() && Instant::now() < end {
-            for pid in processes(&self.path) {
+            // Also those of the cgroups that a rank has made below: as long as one of them has a process, none above it can be removed.
+            for pid in self.tree().iter().flat_map(|cgroup| processes(cgroup)) {
                 // Where this fails, the process has ended, or is looked for again.
                 let _ = fs::write(self.path.with_file_name(PROCESSES), pid.as_raw_nonzero().to_string());
             }
@@ -149,6 +150,9 @@ fn own_cgroup(cgroup: &str, mounts: &str) -> Option<PathBuf> {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::process::ExitStatusExt;
+    use std::process::{Child, Command};
+
     use super::*;
 
     const UNIFIED: &str = "35 25 0:30 / /sys/fs/cgroup rw,nosuid shared:9 - cgroup2 cgroup2 rw,nsdelegate\n";
@@ -170,25 +174,41 @@ mod tests {
         }
     }
 
-    /// As on a system without `cgroup.kill`.
-    #[test]
-    fn processes_are_killed_one_by_one_also_in_cgroups_below() {
-        use std::os::unix::process::ExitStatusExt;
-        use std::process::Command;
-
-        let cgroup = Cgroup::of(&format!("test-{}", std::process::id()));
+    /// A cgroup with a sleeping process, and one below it with another. `None`, and a line that says why: this process may not make one.
+    fn with_sleepers(name: &str) -> Option<(Cgroup, [Child; 2])> {
+        let cgroup = Cgroup::of(&format!("test-{name}-{}", std::process::id()));
         let made = cgroup.and_then(|cgroup| cgroup.make().map(|_| cgroup));
-        let Ok(cgroup) = made.inspect_err(|why| eprintln!("skipped: no cgroup can be made: {why}")) else {
-            return;
-        };
+        let cgroup = made.inspect_err(|why| eprintln!("skipped: no cgroup can be made: {why}")).ok()?;
         let below = cgroup.path().join("below");
         fs::create_dir(&below).unwrap();
-        let mut sleepers = [cgroup.path(), &below].map(|place| {
+        let sleepers = [cgroup.path(), &below].map(|place| {
             let child = Command::new("sleep").arg("1000").spawn().unwrap();
             fs::write(place.join(PROCESSES), child.id().to_string()).unwrap();
             child
         });
         assert!(!cgroup.remove());
+        Some((cgroup, sleepers))
+    }
+
+    /// As a daemon that a rank has started, and that made a cgroup for itself.
+    #[test]
+    fn processes_that_outlive_the_job_leave_its_cgroup_also_from_cgroups_below() {
+        let Some((cgroup, mut sleepers)) = with_sleepers("leave") else { return };
+        cgroup.leave();
+        let (is_gone, alive) =
+            (!cgroup.path().exists(), sleepers.each_mut().map(|child| child.try_wait().unwrap().is_none()));
+        for sleeper in &mut sleepers {
+            sleeper.kill().unwrap();
+            sleeper.wait().unwrap();
+        }
+        cgroup.leave();
+        assert!(is_gone && alive == [true; 2], "gone: {is_gone}, alive: {alive:?}");
+    }
+
+    /// As on a system without `cgroup.kill`.
+    #[test]
+    fn processes_are_killed_one_by_one_also_in_cgroups_below() {
+        let Some((cgroup, mut sleepers)) = with_sleepers("kill") else { return };
         cgroup.kill_one_by_one();
         for sleeper in &mut sleepers {
             assert_eq!(sleeper.wait().unwrap().signal(), Some(9));

@@ -2,8 +2,11 @@
 
 use std::ffi::OsStr;
 use std::fs;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
+
+use rustix::process::Pid;
 
 use super::Job;
 
@@ -56,15 +59,90 @@ impl Records {
     }
 }
 
-/// Removes the directories of old jobs from `all`, the user's directory.
+/// Removes the directories of old jobs from `all`, the user's directory. Those of jobs that still run stay, however old they are.
 fn prune(all: &Path) {
-    let is_job = |entry: &fs::DirEntry| entry.file_name().to_string_lossy().starts_with("job-");
-    let jobs = fs::read_dir(all).into_iter().flatten().flatten().filter(is_job);
+    if !is_ours(all) {
+        return;
+    }
+    let is_old = |entry: &fs::DirEntry| {
+        entry.file_type().is_ok_and(|kind| kind.is_dir())
+            && launcher(&entry.file_name().to_string_lossy()).is_some_and(|pid| !lives(pid))
+    };
+    let jobs = fs::read_dir(all).into_iter().flatten().flatten().filter(is_old);
     let mut jobs: Vec<_> =
         jobs.filter_map(|job| Some((job.metadata().ok()?.modified().ok()?, job.path()))).collect();
     jobs.sort_by_key(|(changed, _)| std::cmp::Reverse(*changed));
     for (_, dir) in jobs.into_iter().skip(KEPT) {
         // An error does not matter: another launcher may be removing the same directory.
         let _ = fs::remove_dir_all(dir);
+    }
+}
+
+/// Whether this is a directory of this user's. The temporary directory is open to all users: another one may have made a directory of this name
+/// there, or a link that leads to files of ours.
+fn is_ours(dir: &Path) -> bool {
+    let uid = rustix::process::geteuid().as_raw();
+    fs::symlink_metadata(dir).is_ok_and(|about| about.is_dir() && about.uid() == uid)
+}
+
+/// The launcher's process number in a name that [`Records::of`] has given, `job-SECONDS-PID`. `None`: the directory is none of a job's.
+fn launcher(name: &str) -> Option<Pid> {
+    let (seconds, pid) = name.strip_prefix("job-")?.split_once('-')?;
+    seconds.parse::<u64>().ok()?;
+    Pid::from_raw(pid.parse().ok().filter(|pid| *pid > 0)?)
+}
+
+/// Whether a process of this number lives, of whatever user.
+fn lives(pid: Pid) -> bool {
+    rustix::process::test_kill_process(pid) != Err(rustix::io::Errno::SRCH)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::symlink;
+    use std::time::Duration;
+
+    use super::*;
+
+    /// A number that no process has: the system gives out none above 2^22.
+    const NOBODY: u32 = (1 << 22) + 1;
+
+    /// Makes `KEPT` directories of jobs, and one that is older than all of these for each of `older`.
+    fn jobs(all: &Path, older: &[&str]) {
+        let newer = (0..KEPT).map(|i| format!("job-{}-{NOBODY}", 2000 + i));
+        for (age, name) in newer.chain(older.iter().map(|name| (*name).into())).enumerate() {
+            let dir = all.join(name);
+            fs::create_dir_all(&dir).unwrap();
+            fs::write(dir.join("a.json"), "{}").unwrap();
+            let changed = SystemTime::UNIX_EPOCH + Duration::from_secs(10_000 - age as u64);
+            fs::File::open(&dir).unwrap().set_modified(changed).unwrap();
+        }
+    }
+
+    #[test]
+    fn old_jobs_are_removed_and_neither_running_ones_nor_what_is_no_job() {
+        let all = tempfile::tempdir().unwrap();
+        let old = format!("job-1000-{NOBODY}");
+        let running = format!("job-1000-{}", std::process::id());
+        let others = ["job-notes", "job-1-", "job-x-77", "job-1000--5", "notes", &running];
+        jobs(all.path(), &[&others[..], &[old.as_str()]].concat());
+        prune(all.path());
+        assert!(!all.path().join(&old).exists());
+        for name in others {
+            assert!(all.path().join(name).join("a.json").exists(), "{name}");
+        }
+        assert_eq!(fs::read_dir(all.path()).unwrap().count(), KEPT + others.len());
+    }
+
+    /// Another user may have put a link there, in the place of our directory.
+    #[test]
+    fn nothing_is_removed_from_where_a_link_leads() {
+        let place = tempfile::tempdir().unwrap();
+        let (theirs, link) = (place.path().join("theirs"), place.path().join("link"));
+        let old = format!("job-1000-{NOBODY}");
+        jobs(&theirs, &[&old]);
+        symlink(&theirs, &link).unwrap();
+        prune(&link);
+        assert!(theirs.join(old).exists());
     }
 }

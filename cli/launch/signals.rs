@@ -63,7 +63,6 @@ impl SignalThread {
         let heeded = |signal: &i32| ignored & (1 << (signal - 1)) == 0;
         let ending = ENDING.into_iter().filter(heeded);
         let by_default = end_by_default(ending.clone())?;
-        by_default.store(false, Ordering::SeqCst);
         let mut signals = Signals::new(ending.chain(OTHERS).chain([SIGTSTP].into_iter().filter(heeded)))?;
         let handle = signals.handle();
         let_signals_through();
@@ -72,14 +71,17 @@ impl SignalThread {
                 let _ = events.send(Event::Signal(signal));
             }
         })?;
+        // Last: signals keep their default effect until a thread takes them, and where no thread could be started.
+        by_default.store(false, Ordering::SeqCst);
         Ok(Self { handle, by_default })
     }
 }
 
 impl Drop for SignalThread {
     fn drop(&mut self) {
-        self.handle.close();
+        // First: between the two a signal would do nothing at all.
         self.by_default.store(true, Ordering::SeqCst);
+        self.handle.close();
     }
 }
 
@@ -87,13 +89,16 @@ impl Drop for SignalThread {
 /// never removed.
 fn end_by_default(signals: impl Iterator<Item = i32>) -> io::Result<&'static AtomicBool> {
     static BY_DEFAULT: OnceLock<Arc<AtomicBool>> = OnceLock::new();
-    if BY_DEFAULT.get().is_none() {
-        let flag = BY_DEFAULT.get_or_init(|| Arc::new(AtomicBool::new(true)));
+    static IS_INSTALLED: AtomicBool = AtomicBool::new(false);
+    let flag = BY_DEFAULT.get_or_init(|| Arc::new(AtomicBool::new(true)));
+    if !IS_INSTALLED.load(Ordering::SeqCst) {
+        // If this fails, the next call installs all of them; two handlers of one signal do as one.
         for signal in signals {
             signal_hook::flag::register_conditional_default(signal, Arc::clone(flag))?;
         }
+        IS_INSTALLED.store(true, Ordering::SeqCst);
     }
-    Ok(BY_DEFAULT.get_or_init(Arc::default))
+    Ok(flag)
 }
 
 /// Installs handlers, so that signals that the parent ignored are ignored no more. This is for an agent: its parent is the program that made

@@ -199,7 +199,7 @@ impl Case {
         let (block, k) = (i / self.count, i % self.count);
         let reduce = |ranks: Range<usize>, i: usize| {
             let values = ranks.map(|rank| self.value(rank, i));
-            if is_bool { reduce_bools(self.op, values) } else { reduce(self.op, values) }
+            if is_bool { reduce_bools(self.op, values) } else { reduce::<T>(self.op, values) }
         };
         let one = |rank: usize, i: usize| {
             let value = self.value(rank, i);
@@ -221,14 +221,14 @@ impl Case {
 }
 
 /// The oracle: folds the ranks' values one after the other, in numbers that hold every result exactly, except averages.
-fn reduce(op: ReduceOp, values: impl ExactSizeIterator<Item = u64>) -> f64 {
-    let n = values.len() as f64;
+fn reduce<T: Value>(op: ReduceOp, values: impl ExactSizeIterator<Item = u64>) -> f64 {
+    let n = values.len();
     match op {
         ReduceOp::Sum => values.fold(0, u64::wrapping_add) as f64,
         ReduceOp::Prod => values.map(|x| x as f64).product(),
         ReduceOp::Min => values.min().unwrap_or(0) as f64,
         ReduceOp::Max => values.max().unwrap_or(0) as f64,
-        ReduceOp::Avg => values.fold(0, u64::wrapping_add) as f64 / n,
+        ReduceOp::Avg => T::average(values.fold(0, u64::wrapping_add), n),
         ReduceOp::BitAnd => values.reduce(|a, b| a & b).unwrap_or(0) as f64,
         ReduceOp::BitOr => values.fold(0, |a, b| a | b) as f64,
         ReduceOp::BitXor => values.fold(0, |a, b| a ^ b) as f64,
@@ -251,6 +251,8 @@ pub(crate) trait Value: Element {
     fn of(value: u64) -> Self;
     /// The value of this type that is nearest to `expected`.
     fn nearest(expected: f64) -> Self;
+    /// What the average of `n` values is that have this sum.
+    fn average(sum: u64, n: usize) -> f64;
     /// Whether this value is `expected`, within the error that `n` roundings in this type may cause.
     fn is(self, expected: f64, n: usize) -> bool;
 }
@@ -262,8 +264,13 @@ macro_rules! integers {
                 value as $t
             }
             fn nearest(expected: f64) -> $t {
-                // Averages are truncated, and values that do not fit wrap.
-                expected.trunc() as i128 as $t
+                // Values that do not fit wrap. A product of many ranks may not even fit an `i128`: all bits that this type has are then zero, as
+                // a number of such a size has its 53 digits above them.
+                if expected.abs() < f64::powi(2.0, 127) { expected as i128 as $t } else { 0 }
+            }
+            fn average(sum: u64, n: usize) -> f64 {
+                // The sum wraps before it is divided, and the quotient is truncated.
+                (i128::from(sum as $t) / (n as i128).max(1)) as f64
             }
             fn is(self, expected: f64, _: usize) -> bool {
                 self == <$t>::nearest(expected)
@@ -280,6 +287,9 @@ macro_rules! floats {
             }
             fn nearest(expected: f64) -> $t {
                 $of(expected)
+            }
+            fn average(sum: u64, n: usize) -> f64 {
+                sum as f64 / n as f64
             }
             fn is(self, expected: f64, n: usize) -> bool {
                 let found: f64 = $to(self);
@@ -308,6 +318,10 @@ impl Value for bool {
     fn nearest(expected: f64) -> bool {
         expected != 0.0
     }
+    fn average(sum: u64, _: usize) -> f64 {
+        // Truth values have no average: `reduce_bools` is asked for theirs.
+        f64::from(u8::from(sum != 0))
+    }
     fn is(self, expected: f64, _: usize) -> bool {
         self == bool::nearest(expected)
     }
@@ -329,6 +343,29 @@ mod tests {
         result[5] = f32::NAN;
         assert_eq!(wrong(&case, &result, true), 1);
         assert_eq!(wrong(&case, &result[..4], true), 8, "a result that is too short is all wrong");
+    }
+
+    /// Integers wrap, as the engine's do: a product of so many ranks is 0, and the sum that an average divides has wrapped before.
+    #[test]
+    fn integers_of_many_ranks_wrap() {
+        fn right<T: Value>(op: ReduceOp, n: usize, of_all: impl Fn(T, T) -> T, finish: impl Fn(T) -> T) {
+            let case = Case::new(What::Collective(Kind::AllReduce), op, 0, (0, n), 64);
+            let of = |i: usize| {
+                let values = (0..n).map(|rank| T::of(case.value(rank, i)));
+                finish(values.reduce(&of_all).unwrap())
+            };
+            let result: Vec<T> = (0..64).map(of).collect();
+            assert_eq!(wrong(&case, &result, true), 0, "{op} of {n} ranks, {}", T::DTYPE);
+        }
+        for n in [2, 60, 300, 1000] {
+            right(ReduceOp::Prod, n, i32::wrapping_mul, |x| x);
+            right(ReduceOp::Prod, n, u64::wrapping_mul, |x| x);
+            right(ReduceOp::Prod, n, i8::wrapping_mul, |x| x);
+            right(ReduceOp::Sum, n, i8::wrapping_add, |x| x);
+            right(ReduceOp::Avg, n, i8::wrapping_add, |x| (i64::from(x) / n as i64) as i8);
+            right(ReduceOp::Avg, n, u8::wrapping_add, |x| (u64::from(x) / n as u64) as u8);
+            right(ReduceOp::Avg, n, i32::wrapping_add, |x| x / n as i32);
+        }
     }
 
     #[test]

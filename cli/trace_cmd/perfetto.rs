@@ -1,5 +1,6 @@
 //! `allstream trace --perfetto`: the records of all ranks as a trace that <https://ui.perfetto.dev> and `chrome://tracing` draw: a process
 //! for each rank, and in it rows for each communicator: its operations, those that are queued, its messages, and steps of a training loop.
+//! Operations on devices may run at the same time: those that begin before another has ended get rows of their own.
 //!
 //! The format is the Trace Event Format of Chrome. Times are microseconds by rank 0's clock, from the first event of all ranks.
 
@@ -9,6 +10,8 @@ use super::Recording;
 
 /// Rows of one communicator: operations that run, those that are queued, messages, steps.
 const ROWS: usize = 4;
+/// The row for operations that run.
+const OPERATIONS: usize = 0;
 
 /// The trace of these records. Records of several worlds stand side by side.
 pub(super) fn trace(recordings: &[Recording]) -> Value {
@@ -35,9 +38,20 @@ fn rank(events: &mut Vec<Value>, process: usize, recording: &Recording) {
     );
     let clock = recording.clock.as_ref().map_or(0.0, |clock| clock.offset_us);
     let written = recording.written_at_unix_ms * 1e3;
+    // Rows that are there for overlapping operations alone are numbered behind all others.
+    let mut more = ROWS * recording.comms.len();
     for (i, comm) in recording.comms.iter().enumerate() {
-        let mut rows =
-            Rows { events, process, first: ROWS * i, comm: &comm.name, named: [false; ROWS], ids: 0 };
+        let mut rows = Rows {
+            events,
+            process,
+            first: ROWS * i,
+            comm: &comm.name,
+            named: [false; ROWS],
+            ids: 0,
+            more: &mut more,
+            lanes: Vec::new(),
+        };
+        let mut running = Vec::new();
         for o in &comm.operations {
             let started = o.started_us.unwrap_or(o.submitted_us).max(o.submitted_us);
             let end = o.finished_us.unwrap_or(written).max(started);
@@ -57,8 +71,10 @@ fn rank(events: &mut Vec<Value>, process: usize, recording: &Recording) {
                     json!({"number": o.number}),
                 );
             }
-            rows.row(0, &o.call, (started + clock, end + clock), args);
+            running.push((&o.call, (started + clock, end + clock), args));
         }
+        running.sort_by(|(_, (a, _), _), (_, (b, _), _)| a.total_cmp(b));
+        running.into_iter().for_each(|(call, span, args)| rows.operation(call, span, args));
         for m in &comm.messages {
             let name = format!("{} {} {} tag {}", m.direction, way(&m.direction), m.peer, m.tag);
             let args = json!({ "call": m.call, "ended": m.finished_us.is_some() });
@@ -85,6 +101,10 @@ struct Rows<'a> {
     comm: &'a str,
     named: [bool; ROWS],
     ids: usize,
+    /// The number of the process's next row that is there for overlapping operations alone.
+    more: &'a mut usize,
+    /// The rows for operations: the number of each, and when its last operation ends.
+    lanes: Vec<(usize, f64)>,
 }
 
 impl Rows<'_> {
@@ -93,18 +113,51 @@ impl Rows<'_> {
         let thread = self.first + row;
         if !std::mem::replace(&mut self.named[row], true) {
             let what = ["operations", "queued operations", "messages", "steps"][row];
-            let name = format!("{} {what}", self.comm);
-            let (process, event) = (self.process, "thread_name");
-            self.events.push(
-                json!({"ph": "M", "pid": process, "tid": thread, "name": event, "args": {"name": name}}),
-            );
+            self.call(thread, thread, &format!("{} {what}", self.comm));
         }
         thread
     }
 
-    /// An event of a row whose events must not overlap.
+    /// Says what the viewer writes beside the row of this number, and in which place among the rows it draws it.
+    fn call(&mut self, thread: usize, place: usize, name: &str) {
+        for (event, args) in
+            [("thread_name", json!({ "name": name })), ("thread_sort_index", json!({ "sort_index": place }))]
+        {
+            self.events
+                .push(json!({"ph": "M", "pid": self.process, "tid": thread, "name": event, "args": args}));
+        }
+    }
+
+    /// An operation that ran from and to these times, in the first row for operations that is free by then: in one row the viewer would draw an
+    /// operation as a part of another that has not ended. Called in the order of the times at which they began.
+    fn operation(&mut self, name: &str, (from, to): (f64, f64), args: Value) {
+        let free = self.lanes.iter().position(|(_, until)| *until <= from);
+        let lane = free.unwrap_or_else(|| {
+            let thread = match self.lanes.len() {
+                0 => self.name(OPERATIONS),
+                others => {
+                    let (thread, name) = (*self.more, format!("{} operations {}", self.comm, others + 1));
+                    *self.more += 1;
+                    // Next to the communicator's first row, and not behind the rows of all communicators.
+                    self.call(thread, self.first + OPERATIONS, &name);
+                    thread
+                }
+            };
+            self.lanes.push((thread, to));
+            self.lanes.len() - 1
+        });
+        self.lanes[lane].1 = to;
+        self.span(self.lanes[lane].0, name, (from, to), args);
+    }
+
+    /// An event of a row whose events do not overlap.
     fn row(&mut self, row: usize, name: &str, (from, to): (f64, f64), args: Value) {
-        let (thread, dur) = (self.name(row), (to - from).max(0.0));
+        let thread = self.name(row);
+        self.span(thread, name, (from, to), args);
+    }
+
+    fn span(&mut self, thread: usize, name: &str, (from, to): (f64, f64), args: Value) {
+        let dur = (to - from).max(0.0);
         self.events.push(json!({
             "ph": "X", "pid": self.process, "tid": thread, "name": name, "ts": from, "dur": dur, "args": args,
         }));

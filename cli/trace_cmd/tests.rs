@@ -290,11 +290,12 @@ fn a_trace_has_a_row_for_operations_messages_and_steps() {
     let trace = perfetto::trace(&[with_a_step()]);
     let trace: serde_json::Value = serde_json::from_str(&trace.to_string()).unwrap();
     let events = trace["traceEvents"].as_array().unwrap();
-    let rows: Vec<_> = events
+    let mut rows: Vec<_> = events
         .iter()
         .filter(|event| event["name"] == "thread_name")
         .map(|event| (event["tid"].as_u64().unwrap(), event["args"]["name"].as_str().unwrap()))
         .collect();
+    rows.sort_unstable();
     assert_eq!(
         rows,
         [(0, "world operations"), (1, "world queued operations"), (2, "world messages"), (3, "world steps")]
@@ -318,4 +319,44 @@ fn a_trace_has_a_row_for_operations_messages_and_steps() {
         let ends = |event: &&serde_json::Value| event["ph"] == "e" && event["id"] == begun["id"];
         assert_eq!(events.iter().filter(ends).count(), 1);
     }
+}
+
+/// Operations on devices, of which one begins before another has ended. In one row the viewer would draw it as a part of that one.
+#[test]
+fn operations_that_overlap_have_rows_of_their_own() {
+    let operation = |number: u64, started: f64, finished: f64| {
+        serde_json::json!({
+            "number": number, "call": format!("all_reduce {number}"), "state": "done", "submitted_us": started,
+            "started_us": started, "finished_us": finished,
+        })
+    };
+    // Operation 2 ends within operation 1, operation 3 begins within it and ends later, and operation 4 begins when operation 1 has ended.
+    let spans = [(1, 1e3, 4e3), (2, 2e3, 3e3), (3, 3.5e3, 6e3), (4, 4e3, 5e3)];
+    let mut file = recording(0, 1, &[]);
+    let operations =
+        spans.map(|(number, from, to)| serde_json::from_value(operation(number, from, to)).unwrap());
+    file.comms[0].operations = operations.into();
+    let trace: serde_json::Value = serde_json::from_str(&perfetto::trace(&[file]).to_string()).unwrap();
+    let events = trace["traceEvents"].as_array().unwrap();
+    let named = |row: u64, about: &str| {
+        let of_row = |event: &&serde_json::Value| event["tid"] == row && event["name"] == about;
+        events.iter().find(of_row).map(|event| event["args"].clone()).unwrap()
+    };
+    let found: Vec<_> = events
+        .iter()
+        .filter(|event| event["ph"] == "X")
+        .map(|event| {
+            let row = named(event["tid"].as_u64().unwrap(), "thread_name");
+            (event["name"].as_str().unwrap(), row["name"].as_str().unwrap().to_owned())
+        })
+        .collect();
+    let expected = [("1", ""), ("2", " 2"), ("3", " 2"), ("4", "")]
+        .map(|(number, row)| (format!("all_reduce {number}"), format!("world operations{row}")));
+    let found: Vec<_> = found.into_iter().map(|(name, row)| (name.to_owned(), row)).collect();
+    assert_eq!(found, expected);
+    // The second row stands next to the first, before that of queued operations.
+    assert_eq!(
+        (named(0, "thread_sort_index"), named(4, "thread_sort_index")),
+        (serde_json::json!({"sort_index": 0}), serde_json::json!({"sort_index": 0}))
+    );
 }

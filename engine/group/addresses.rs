@@ -7,6 +7,7 @@ use std::ops::RangeInclusive;
 use std::str::FromStr;
 
 use if_addrs::{IfAddr, Interface};
+use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
 
 use super::host;
 use crate::error::{Error, limits};
@@ -326,11 +327,33 @@ impl Reach {
     }
 }
 
-/// A listener whose queue is long enough for all ranks of a world at once.
+/// How many connections may wait until a listener takes them: enough for all ranks of a world at once. (The standard library asks for 128: where
+/// more come at once, the system drops their first packets, and they come again a second or more later.)
+const QUEUE: i32 = 4096;
+
+/// Lengthens the queue of a listening socket, so that all ranks of a world may come at once.
+pub(super) fn lengthen_queue(listener: &TcpListener) -> io::Result<()> {
+    Ok(rustix::net::listen(listener, QUEUE)?)
+}
+
+/// A listener whose queue is long enough for all ranks of a world at once. At `[::]` it takes IPv4 as well.
 fn bind(address: SocketAddr) -> io::Result<TcpListener> {
-    let listener = TcpListener::bind(address)?;
-    rustix::net::listen(&listener, 4096)?;
+    let is_any = address.ip() == Ipv6Addr::UNSPECIFIED;
+    let listener = if is_any { bind_to_all(address)? } else { TcpListener::bind(address)? };
+    lengthen_queue(&listener)?;
     Ok(listener)
+}
+
+/// A listener at `[::]` that takes IPv4 as well, also where the system's setting `net.ipv6.bindv6only` gives new sockets IPv6 alone.
+fn bind_to_all(address: SocketAddr) -> io::Result<TcpListener> {
+    let socket =
+        rustix::net::socket_with(AddressFamily::INET6, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
+    // As the standard library does: a port whose last connections have just ended may be taken.
+    sockopt::set_socket_reuseaddr(&socket, true)?;
+    sockopt::set_ipv6_v6only(&socket, false)?;
+    rustix::net::bind(&socket, &address)?;
+    rustix::net::listen(&socket, QUEUE)?;
+    Ok(socket.into())
 }
 
 /// A listener at a fixed address, for this process's control thread.

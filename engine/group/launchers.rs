@@ -179,7 +179,7 @@ pub(super) fn meeting(get: Lookup<'_>) -> Result<Meeting, String> {
 fn host(get: Lookup<'_>) -> Result<String, String> {
     let (name, host) = match get("MASTER_ADDR") {
         Some(host) => ("MASTER_ADDR", host),
-        None => slurm_host(get).ok_or_else(|| no_address(get))?,
+        None => slurm_host(get)?.ok_or_else(|| no_address(get))?,
     };
     let trimmed = host.trim();
     let bare = trimmed.split('%').next().unwrap_or(trimmed).parse::<Ipv6Addr>().is_ok();
@@ -225,7 +225,7 @@ fn port(get: Lookup<'_>) -> Result<u16, String> {
     })
 }
 
-/// Makes a port of a number: equal ports of equal numbers, different ports of numbers near each other, and never the number itself.
+/// Makes a port of a number: equal ports of equal numbers, different ports of numbers that follow each other, and never the number itself.
 /// If the user has said which ports ranks may take, it is one of those; if that is one port only, it is that port, for every number.
 fn derived(get: Lookup<'_>, from: u64) -> Result<u16, String> {
     let Some(text) = get(addresses::PORTS) else {
@@ -233,8 +233,9 @@ fn derived(get: Lookup<'_>, from: u64) -> Result<u16, String> {
     };
     let ports = addresses::ports(&text)?;
     let (first, count) = (u64::from(*ports.start()), u64::from(ports.end() - ports.start()) + 1);
-    let of = |from: u64| u16::try_from(first + from % count).unwrap_or(*ports.start());
-    Ok(if u64::from(of(from)) == from { of(from + 1) } else { of(from) })
+    // A number among these ports gives the port after it, and the last of them gives the first.
+    let place = (from % count + count - first % count + 1) % count;
+    Ok(u16::try_from(first + place).unwrap_or(*ports.start()))
 }
 
 /// The file for rank 0's note, if Open MPI runs all ranks on one host. It lies in the directory of Open MPI's server, which
@@ -253,14 +254,23 @@ fn note(get: Lookup<'_>) -> Option<PathBuf> {
 
 /// The host of Slurm's task 0, which is the first node of the step, and the variable that names it. If the step has only
 /// one node, the host is 127.0.0.1, as the ranks need no network. Where no list of nodes is set: the host on which srun was called.
-fn slurm_host(get: Lookup<'_>) -> Option<(&'static str, String)> {
-    get("SLURM_PROCID")?;
-    for name in ["SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"] {
-        if let Some((first, only)) = get(name).and_then(|list| first_node(&list)) {
-            return Some((name, if only { "127.0.0.1".into() } else { first }));
-        }
+///
+/// A list of the step that cannot be read is an error: the first node of another list may have no rank of the step, and the ranks would wait there.
+fn slurm_host(get: Lookup<'_>) -> Result<Option<(&'static str, String)>, String> {
+    if get("SLURM_PROCID").is_none() {
+        return Ok(None);
     }
-    get("SLURM_LAUNCH_NODE_IPADDR").map(|address| ("SLURM_LAUNCH_NODE_IPADDR", address))
+    for name in ["SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"] {
+        let Some(list) = get(name) else { continue };
+        let (first, only) = first_node(&list).ok_or_else(|| {
+            format!(
+                "{name} is `{list}`; expected a list of nodes such as `node[01-04,7]`. Set MASTER_ADDR to the name or address of \
+                 rank 0's host instead"
+            )
+        })?;
+        return Ok(Some((name, if only { "127.0.0.1".into() } else { first })));
+    }
+    Ok(get("SLURM_LAUNCH_NODE_IPADDR").map(|address| ("SLURM_LAUNCH_NODE_IPADDR", address)))
 }
 
 /// The first of a list such as `gpu7,node[01-04,7],rack[1-2]n[3,5]`, and whether it is the only one.
@@ -296,7 +306,7 @@ fn slurm_port(get: Lookup<'_>) -> Result<Option<u16>, String> {
     let number = |name: &str| get(name).and_then(|text| text.trim().parse::<u64>().ok());
     let Some(job) = number("SLURM_JOB_ID").or_else(|| number("SLURM_JOBID")) else { return Ok(None) };
     // Jobs that run beside each other have numbers near each other; so have steps of one. A prime keeps them apart.
-    let step = number("SLURM_STEP_ID").unwrap_or(0) % PORTS;
+    let step = number("SLURM_STEP_ID").or_else(|| number("SLURM_STEPID")).unwrap_or(0) % PORTS;
     derived(get, job % PORTS + 613 * step).map(Some)
 }
 

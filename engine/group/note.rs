@@ -12,6 +12,7 @@ use serde::{Deserialize, Serialize};
 use tokio::time::Instant;
 
 use super::address::Address;
+use super::addresses::lengthen_queue;
 use super::env::{Listener, Rendezvous};
 use super::handshake::Token;
 use super::host;
@@ -62,11 +63,7 @@ fn leave(path: &Path) -> Result<(Note, Left, TcpListener), String> {
     let failed = |e: io::Error| format!("leaving a note for the other ranks at {shown}: {e}");
     check_dir(path)?;
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))
-        .and_then(|listener| {
-            // A queue long enough for all ranks of a world at once.
-            rustix::net::listen(&listener, 4096)?;
-            Ok(listener)
-        })
+        .and_then(|listener| lengthen_queue(&listener).map(|()| listener))
         .map_err(|e| format!("listening at 127.0.0.1: {e}"))?;
     let port = listener.local_addr().map_err(|e| format!("listening at 127.0.0.1: {e}"))?.port();
     let bytes = host::random::<32>().map_err(|e| e.to_string())?;

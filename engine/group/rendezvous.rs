@@ -9,7 +9,7 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, timeout_at};
 
 use super::accept::{self, Porter, Visit};
-use super::addresses::{self, is_literal, listen_at};
+use super::addresses::{self, is_literal, lengthen_queue, listen_at};
 use super::connect::resolve;
 use super::env::Listener;
 use super::handshake::{self, DEADLINE, Purpose, Refusal, Token};
@@ -142,7 +142,10 @@ impl Me<'_> {
             None => None,
         };
         if let Some(listener) = given {
-            let ready = listener.set_nonblocking(true).and_then(|()| TcpListener::from_std(listener));
+            // Whoever opened the socket may have asked for a shorter queue.
+            let ready = lengthen_queue(&listener)
+                .and_then(|()| listener.set_nonblocking(true))
+                .and_then(|()| TcpListener::from_std(listener));
             let door = ready.map_err(|e| self.error(format!("using the listener given: {e}")))?;
             return Ok(Gate { door, strays: None });
         }

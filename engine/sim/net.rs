@@ -116,7 +116,8 @@ impl Net {
                 busy: vec![Busy::default(); n],
                 events: BinaryHeap::new(),
                 order: 0,
-                random: network.seed | 1,
+                // The generator would never leave 0.
+                random: if network.seed == 0 { 0x9e37_79b9_7f4a_7c15 } else { network.seed },
                 frames: 0,
                 lost: 0,
             }),

@@ -82,3 +82,12 @@ fn what_cannot_be_is_refused() {
     assert!(refused(4, &Network { loss: 1.0, ..network() }).contains("below 1"));
     assert!(refused(4, &Network { bandwidth: 0.0, ..network() }).contains("bandwidth"));
 }
+
+#[test]
+fn seeds_that_follow_each_other_give_different_losses() {
+    let lossy = |seed| Network { loss: 0.02, seed, ..network() };
+    let run = |seed| simulate(Kind::AllReduce, Algo::Ring, 8, 8 << 20, &lossy(seed)).expect("a simulation");
+    let times: std::collections::BTreeSet<_> = (0..8).map(|seed| run(seed).time).collect();
+    assert_eq!(times.len(), 8, "{times:?}");
+    assert!((0..8).all(|seed| run(seed).lost > 0));
+}

@@ -46,7 +46,9 @@ fn collect(root: &Path, at: &Path, files: &mut Vec<SourceFile>, unread: &mut Vec
         let name = entry.file_name().to_string_lossy().into_owned();
         if kind.is_dir() {
             let hidden = name.starts_with('.') && !HIDDEN.contains(&name.as_str());
-            let foreign = FOREIGN.contains(&name.as_str()) || at == root && name == SHARED;
+            // cargo marks the folder that it builds in, whatever its name.
+            let built = path.join("CACHEDIR.TAG").exists();
+            let foreign = built || FOREIGN.contains(&name.as_str()) || at == root && name == SHARED;
             if !hidden && !foreign {
                 collect(root, &path, files, unread);
             }

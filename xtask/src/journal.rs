@@ -137,14 +137,16 @@ impl Journal {
             // Some tests start their own program again, for a single test. The result that this child prints is not counted. A result is the child's
             // if it filtered tests out and its number of tests is not the program's. The core (the short run, `When::Core`) filters tests
             // out of programs, too, but then the numbers agree.
-            let all = found.passed + found.failed + found.skipped;
+            let all = found.passed.saturating_add(found.failed).saturating_add(found.skipped);
             let is_ours = left_out == 0 || self.tests_of_program == Some(all);
             self.running = !is_ours;
             if is_ours {
                 let skips = std::mem::take(&mut self.skips_of_program).min(found.passed);
-                self.counts.passed += found.passed - skips;
-                self.counts.failed += found.failed;
-                self.counts.skipped += found.skipped + skips;
+                // A line that some process made up may have any numbers.
+                let add = |count: &mut u64, more: u64| *count = count.saturating_add(more);
+                add(&mut self.counts.passed, found.passed - skips);
+                add(&mut self.counts.failed, found.failed);
+                add(&mut self.counts.skipped, found.skipped.saturating_add(skips));
             }
             self.blocks.extend(self.account.take());
             self.naming = false;
@@ -278,6 +280,14 @@ mod tests {
         let line = "no end of linetest result: FAILED. 1 passed; 2 failed; 0 ignored; 0 measured";
         assert_eq!(result(line), Some((Counts { passed: 1, failed: 2, skipped: 0 }, 0)));
         assert_eq!(result("test a::b ... ok"), None);
+    }
+
+    #[test]
+    fn numbers_that_no_test_program_has_do_no_harm() {
+        let line =
+            format!("test result: FAILED. {0} passed; {0} failed; {0} ignored; 0 filtered out", u64::MAX);
+        let counts = journal([line.as_str(); 2]).counts;
+        assert_eq!(counts, Counts { passed: u64::MAX, failed: u64::MAX, skipped: u64::MAX });
     }
 
     #[test]

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use crate::house::Check;
+use crate::runner::target;
 
 /// The packages with NVRTC, ptxas and nvdisasm, fetched from the Python package index. This NVRTC writes PTX ISA 8.1, which every
 /// driver since CUDA 12.1 accepts; this ptxas knows all [`ARCHITECTURES`].
@@ -93,7 +94,7 @@ fn machine_code(root: &Path, architecture: u32) -> PathBuf {
 }
 
 fn work(root: &Path) -> PathBuf {
-    root.join("target/cuda-kernels")
+    target(root).join("cuda-kernels")
 }
 
 /// Finds the tools; fetches them if the folder for these versions is not there.

@@ -11,7 +11,7 @@ use std::process::{Command, Stdio};
 
 use crate::part::{PACKAGES, TOOLS};
 use crate::python;
-use crate::runner;
+use crate::runner::{self, target};
 
 pub(crate) use prove::{needs_device, prove, run};
 
@@ -76,7 +76,7 @@ pub(crate) fn command(archive: &Path) -> String {
 
 /// Makes the pack. Returns the text to print: its contents, its sizes and the command.
 pub(crate) fn make(root: &Path, wanted: &Wanted) -> Result<String, String> {
-    let tree = root.join("target/gpu-pack").join(wanted.name());
+    let tree = target(root).join("gpu-pack").join(wanted.name());
     let tell = |path: &Path, error: std::io::Error| format!("{}: {error}", path.display());
     if tree.exists() {
         fs::remove_dir_all(&tree).map_err(|error| tell(&tree, error))?;

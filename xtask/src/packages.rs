@@ -56,7 +56,7 @@ pub(crate) fn for_tests(root: &Path, limit: Duration) -> Ran {
     for package in missing {
         let installed = install(&[package], |command| {
             let end = execute(command, root, limit, false);
-            if end.code() == Some(0) { Ok(()) } else { Err("apt-get failed".into()) }
+            if end.code() == Some(0) { Ok(()) } else { Err(format!("apt-get: {}", end.how())) }
         });
         match installed {
             Ok(()) => words.push(format!("installed {package}")),

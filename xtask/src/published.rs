@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use crate::part::{OURS_ALONE, Ran};
 use crate::runner;
 
-/// Packs the packages, unpacks them as a workspace of their own below `target/`, and runs `cargo check` on it. (The verification by `cargo package`
+/// Packs the packages, unpacks them as a workspace of their own in cargo's target folder, and runs `cargo check` on it. (The verification by `cargo package`
 /// itself would build each package and its dependencies once more, which takes minutes.) The new workspace has the repository's lock file,
 /// profiles and target directory, so dependencies that clippy has checked before are not checked again.
 pub(crate) fn check(root: &Path, limit: Duration) -> Ran {
@@ -22,7 +22,8 @@ pub(crate) fn check(root: &Path, limit: Duration) -> Ran {
         cargo.args(arguments.split_whitespace()).env("CARGO_INCREMENTAL", "0");
         cargo
     };
-    let folder = root.join("target/packages");
+    let target = runner::target(root);
+    let folder = target.join("packages");
     let failed = |why| Ran::failed(why, Vec::new());
     if folder.exists()
         && let Err(error) = fs::remove_dir_all(&folder)
@@ -30,10 +31,10 @@ pub(crate) fn check(root: &Path, limit: Duration) -> Ran {
         return failed(format!("{}: {error}", folder.display()));
     }
     // `--allow-dirty`: uncommitted changes are checked, too.
-    let pack = format!(
-        "package --workspace {OURS_ALONE} --allow-dirty --no-metadata --no-verify --target-dir target/packages"
-    );
-    let ran = run(cargo(&pack));
+    let mut pack =
+        cargo(&format!("package --workspace {OURS_ALONE} --allow-dirty --no-metadata --no-verify"));
+    pack.arg("--target-dir").arg(&folder);
+    let ran = run(pack);
     if ran.1.failed > 0 {
         return ran;
     }
@@ -45,7 +46,9 @@ pub(crate) fn check(root: &Path, limit: Duration) -> Ran {
     if let Err(error) = workspace(root, &unpacked, &names) {
         return failed(format!("{}: {error}", unpacked.display()));
     }
-    run(cargo("check --workspace --target-dir target --manifest-path target/packages/unpacked/Cargo.toml"))
+    let mut check = cargo("check --workspace");
+    check.arg("--target-dir").arg(&target).arg("--manifest-path").arg(unpacked.join("Cargo.toml"));
+    run(check)
 }
 
 /// Unpacks what cargo has packed. Returns the names of the unpacked folders: each is a package's name and version.
@@ -56,6 +59,9 @@ fn unpack(packed: &Path, to: &Path) -> Result<Vec<String>, String> {
     let mut crates: Vec<PathBuf> =
         files.filter(|path| path.extension().is_some_and(|end| end == "crate")).collect();
     crates.sort();
+    if crates.is_empty() {
+        return Err(format!("{}: cargo has packed no package there", packed.display()));
+    }
     for file in &crates {
         // `-m` sets the files' time of change to now: cargo packs them with a time long ago, and would take them for files that it checked before.
         let status = Command::new("tar").arg("-xzmf").arg(file).arg("-C").arg(to).status();
@@ -65,7 +71,19 @@ fn unpack(packed: &Path, to: &Path) -> Result<Vec<String>, String> {
             Err(error) => return Err(format!("tar: {error}")),
         }
     }
-    Ok(crates.iter().filter_map(|file| Some(file.file_stem()?.to_str()?.to_owned())).collect())
+    let name = |file: &PathBuf| Some(file.file_stem()?.to_str()?.to_owned());
+    crates.iter().map(|file| name(file).ok_or_else(|| format!("{}: no name", file.display()))).collect()
+}
+
+/// The package's name in the name of a folder that cargo has packed, which the version follows. Names and versions may both have hyphens
+/// (`allstream-cli-0.2.0-rc.1`); a version begins with three numbers.
+fn package(folder: &str) -> Option<&str> {
+    let is_version = |text: &str| {
+        let numbers = text.split(['-', '+']).next().unwrap_or_default();
+        numbers.split('.').count() == 3 && numbers.split('.').all(|number| number.parse::<u64>().is_ok())
+    };
+    let at = folder.match_indices('-').map(|(at, _)| at).find(|at| is_version(&folder[at + 1..]))?;
+    Some(&folder[..at])
 }
 
 /// Makes a workspace of the unpacked packages, in which they depend on each other and not on those of the registry.
@@ -73,8 +91,11 @@ fn workspace(root: &Path, folder: &Path, names: &[String]) -> std::io::Result<()
     let manifest = fs::read_to_string(root.join("Cargo.toml"))?;
     let profiles = manifest.split("\n[").filter(|table| table.starts_with("profile.dev"));
     let profiles: String = profiles.map(|table| format!("[{table}\n")).collect();
-    let places = names.iter().filter_map(|folder| Some((folder.rsplit_once('-')?.0, folder)));
-    let places: String = places.map(|(name, folder)| format!("{name} = {{ path = {folder:?} }}\n")).collect();
+    let place = |folder: &String| {
+        let name = package(folder).ok_or_else(|| format!("`{folder}` is no package's name and version"));
+        name.map(|name| format!("{name} = {{ path = {folder:?} }}\n")).map_err(std::io::Error::other)
+    };
+    let places = names.iter().map(place).collect::<std::io::Result<String>>()?;
     fs::write(
         folder.join("Cargo.toml"),
         format!(
@@ -82,4 +103,23 @@ fn workspace(root: &Path, folder: &Path, names: &[String]) -> std::io::Result<()
         ),
     )?;
     fs::copy(root.join("Cargo.lock"), folder.join("Cargo.lock")).map(|_| ())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_name_of_a_package_is_told_from_its_version() {
+        for (folder, name) in [
+            ("allstream-0.1.0", Some("allstream")),
+            ("allstream-cli-0.1.0", Some("allstream-cli")),
+            ("allstream-cli-0.2.0-rc.1", Some("allstream-cli")),
+            ("x-2d-1.0.0+a-1.2.3", Some("x-2d")),
+            ("allstream", None),
+            ("allstream-0.1", None),
+        ] {
+            assert_eq!(package(folder), name, "{folder}");
+        }
+    }
 }

@@ -1,4 +1,4 @@
-//! Builds the Python package and runs its tests, in a virtual environment of its own below `target/`.
+//! Builds the Python package and runs its tests, in a virtual environment of its own below cargo's target folder.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -38,6 +38,11 @@ pub(crate) fn needs(_: &Path) -> Result<(), String> {
     python().map(|_| ()).ok_or_else(|| "there is no Python 3.10 or newer with the module venv".into())
 }
 
+/// The folder of the virtual environment.
+pub(crate) fn environment(root: &Path) -> PathBuf {
+    runner::target(root).join("python/all")
+}
+
 struct Work<'a> {
     root: &'a Path,
     end: Instant,
@@ -50,7 +55,7 @@ struct Stopped(String, Vec<String>);
 
 impl Work<'_> {
     fn new(root: &Path, limit: Duration) -> Work<'_> {
-        Work { root, end: Instant::now() + limit, home: root.join("target/python/all") }
+        Work { root, end: Instant::now() + limit, home: environment(root) }
     }
 
     fn left(&self) -> Duration {
@@ -65,8 +70,7 @@ impl Work<'_> {
         let end = runner::execute(command, self.root, limit.min(self.left()), echo);
         match end.code() {
             Some(0) => Ok(()),
-            Some(code) => Err(Stopped(format!("{what}: exit code {code}"), end.journal.report().lines)),
-            None => Err(Stopped(format!("{what}: did not end in time"), end.journal.report().lines)),
+            _ => Err(Stopped(format!("{what}: {}", end.how()), end.journal.report().lines)),
         }
     }
 
@@ -159,7 +163,7 @@ fn devices(work: &Work<'_>) -> Result<[(&'static str, PathBuf); 2], Stopped> {
         build.args(["build", "--locked", "--package", package]);
         work.run(&format!("cargo build of {package}"), build, work.left(), true)?;
     }
-    let built = |file| work.root.join("target/debug").join(file);
+    let built = |file| runner::target(work.root).join("debug").join(file);
     Ok([("ALLSTREAM_TEST_CUDA", built("libcuda.so")), ("ALLSTREAM_TEST_NCCL", built("libnccl.so"))])
 }
 

@@ -242,6 +242,16 @@ impl End {
     pub(crate) fn code(&self) -> Option<i32> {
         self.status.as_ref().ok().copied().flatten().and_then(|status| status.code())
     }
+
+    /// How the command ended, in words: that it ended well, or why not.
+    pub(crate) fn how(&self) -> String {
+        match &self.status {
+            Err(error) => format!("cannot start: {error}"),
+            Ok(None) => "did not end in time".into(),
+            // An exit code, or the signal that killed it.
+            Ok(Some(status)) => status.to_string(),
+        }
+    }
 }
 
 pub(crate) fn outcome(end: End, limit: Duration) -> Ran {
@@ -354,9 +364,9 @@ pub(crate) fn output(command: &mut Command) -> Result<String, String> {
     }
 }
 
-/// The folder that cargo builds in.
+/// The folder that cargo builds in. A relative one starts at the root, where cargo is run.
 pub(crate) fn target(root: &Path) -> PathBuf {
-    std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root.join("target"), PathBuf::from)
+    root.join(std::env::var_os("CARGO_TARGET_DIR").unwrap_or_else(|| "target".into()))
 }
 
 #[cfg(test)]
@@ -438,6 +448,21 @@ mod tests {
         assert_eq!(result, "FAILED: ran past 1 s (0 passed, 1 failed)");
         assert_eq!(counts.failed, 1);
         assert!(start.elapsed() < Duration::from_secs(30));
+    }
+
+    #[test]
+    fn how_a_command_ended_is_told() {
+        let run = |program: &str, script: &str, limit| {
+            let mut command = Command::new(program);
+            command.args(["-c", script]);
+            execute(command, Path::new("/"), Duration::from_secs(limit), false).how()
+        };
+        assert_eq!(run("/bin/sh", "true", 60), "exit status: 0");
+        assert_eq!(run("/bin/sh", "exit 3", 60), "exit status: 3");
+        assert!(run("/bin/sh", "kill -SEGV $$", 60).starts_with("signal: 11"));
+        assert_eq!(run("/bin/sh", "sleep 100", 1), "did not end in time");
+        let missing = run("/no/such/program", "", 60);
+        assert!(missing.starts_with("cannot start: No such file"), "{missing}");
     }
 
     #[test]

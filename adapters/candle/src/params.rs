@@ -65,24 +65,12 @@ pub(crate) fn agree(comm: &SharedComm, options: String, params: &[Param]) -> Res
     let not_on_cpu = params.iter().filter(|param| !param.var.device().is_cpu());
     let refusal = not_on_cpu.filter_map(refused).map(|error| error.to_string()).next();
     let ours: Vec<String> = [options].into_iter().chain(params.iter().map(Param::describe)).collect();
-    let text = ours.join("\n").into_bytes();
-    let theirs = comm.broadcast_bytes(text, 0).wait().map_err(|e| failed(DOING, e.error))?;
-    let theirs = String::from_utf8_lossy(&theirs).into_owned();
-    let theirs: Vec<&str> = theirs.lines().collect();
-    let at = (0..ours.len().max(theirs.len()))
-        .find(|i| ours.get(*i).map(String::as_str) != theirs.get(*i).copied());
+    let text = ours.join(BETWEEN).into_bytes();
+    let theirs = comm.broadcast_bytes(text.clone(), 0).wait().map_err(|e| failed(DOING, e.error))?;
     let complaint = refusal.or_else(|| {
-        at.map(|i| {
-            let none = "nothing";
-            let (ours, theirs) = (ours.get(i).map_or(none, |s| s), theirs.get(i).map_or(none, |s| s));
-            if i == 0 {
-                return format!("the options are {ours}, and on rank 0 {theirs}: give the same Options on every rank");
-            }
-            let i = i - 1;
-            format!(
-                "variable {i} by name is {ours}, and {theirs} on rank 0: build the same model on every rank before DataParallel::new"
-            )
-        })
+        // Both are split again, so that a name with such a character in it is no difference.
+        let (ours, theirs) = (String::from_utf8_lossy(&text), String::from_utf8_lossy(&theirs));
+        difference(&ours.split(BETWEEN).collect::<Vec<_>>(), &theirs.split(BETWEEN).collect::<Vec<_>>())
     });
     let all = comm.all_gather_bytes(complaint.unwrap_or_default().into_bytes()).wait();
     let all = all.map_err(|e| failed(DOING, e.error))?;
@@ -95,6 +83,37 @@ pub(crate) fn agree(comm: &SharedComm, options: String, params: &[Param]) -> Res
         ),
         None => Ok(()),
     }
+}
+
+/// Stands between the options and the texts of the variables where ranks compare them. No name has it, if a person has written the name.
+const BETWEEN: &str = "\0";
+
+/// How this rank's options and variables, sorted by name, differ from rank 0's: the first difference. Each is the text of the options and then one
+/// for each variable ([`Param::describe`]).
+fn difference(ours: &[&str], theirs: &[&str]) -> Option<String> {
+    const SAME: &str = "build the same model on every rank before DataParallel::new";
+    let at = (0..ours.len().max(theirs.len())).find(|i| ours.get(*i) != theirs.get(*i))?;
+    let (our, their) = (ours.get(at), theirs.get(at));
+    if at == 0 {
+        let [our, their] = [our, their].map(|text| text.copied().unwrap_or("nothing"));
+        return Some(format!(
+            "the options are {our}, and on rank 0 {their}: give the same Options on every rank"
+        ));
+    }
+    // What the ranks have at one place are two variables if one of them is missing on a rank: its name tells which. Type and shape follow it.
+    let name = |text: &&str| text.rsplit_once(" (").map_or(*text, |(name, _)| name).to_owned();
+    Some(match (our, their) {
+        (Some(our), Some(their)) if name(our) == name(their) => {
+            format!("a variable is {our}, and on rank 0 {their}: {SAME}")
+        }
+        (Some(our), their) if their.is_none_or(|their| name(our) < name(their)) => {
+            format!("there is a variable {our}, and none of that name on rank 0: {SAME}")
+        }
+        (_, their) => {
+            let their = their.copied().unwrap_or("nothing");
+            format!("there is no variable {}, and on rank 0 {their}: {SAME}", name(&their))
+        }
+    })
 }
 
 /// Gives every rank rank 0's values. On the CPU nothing is copied: the values are written into the variables' own memory.
@@ -152,5 +171,36 @@ pub(crate) fn list<'a>(names: impl Iterator<Item = &'a str>, between: &str) -> S
     match names.len().checked_sub(MOST_NAMED) {
         None | Some(0) => shown,
         Some(more) => format!("{shown} and {more} more"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_variable_that_one_rank_lacks_is_named_and_not_the_next_one() {
+        let zero = ["options", "a (f32 [1])", "b (f32 [2])", "c (f32 [3])"];
+        let said = |ours: &[&str]| difference(ours, &zero);
+        assert_eq!(said(&zero), None);
+        let found = |ours: &[&str], expected: &str| {
+            let said = said(ours).unwrap();
+            assert!(said.starts_with(expected) && said.contains("on every rank"), "{said}");
+        };
+        let [options, a, b, c] = zero;
+        found(&[options, a, c], "there is no variable b, and on rank 0 b (f32 [2]): ");
+        found(&[options, a, b], "there is no variable c, and on rank 0 c (f32 [3]): ");
+        found(
+            &[options, a, "aa (f32 [9])", b, c],
+            "there is a variable aa (f32 [9]), and none of that name on rank 0: ",
+        );
+        found(
+            &[options, a, b, c, "d (f32 [4])"],
+            "there is a variable d (f32 [4]), and none of that name on rank 0: ",
+        );
+        found(&[options, a, b, "c (f32 [4])"], "a variable is c (f32 [4]), and on rank 0 c (f32 [3]): ");
+        found(&["others", a, b, c], "the options are others, and on rank 0 options: ");
+        // The names alone are compared, and parentheses may be in them.
+        assert_eq!(difference(&[options, "x (1) (f32 [1])"], &[options, "x (1) (f32 [1])"]), None);
     }
 }

@@ -18,6 +18,7 @@ use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -93,6 +94,38 @@ pub(crate) fn allstream(arguments: &[&str], variables: &[(&str, &str)]) -> Outpu
         };
     }
     finish(command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap())
+}
+
+/// What a process writes while it runs, read with a deadline.
+struct Shown(mpsc::Receiver<u8>);
+
+impl Shown {
+    fn new(mut pipe: impl Read + Send + 'static) -> Shown {
+        let (tell, told) = mpsc::channel();
+        // Reads on to the end also where nobody listens any more, so that the process can write on.
+        thread::spawn(move || {
+            let mut bytes = [0; 1 << 10];
+            while let Ok(length @ 1..) = pipe.read(&mut bytes) {
+                bytes[..length].iter().for_each(|byte| _ = tell.send(*byte));
+            }
+        });
+        Shown(told)
+    }
+
+    /// What is written up to the first `end`, with it. If that does not come in time, or the process ends before, the process is killed.
+    fn up_to(&self, end: u8, child: &mut Child) -> String {
+        let (mut bytes, by) = (Vec::new(), Instant::now() + DEADLINE);
+        while bytes.last() != Some(&end) {
+            match self.0.recv_timeout(by.saturating_duration_since(Instant::now())) {
+                Ok(byte) => bytes.push(byte),
+                Err(why) => {
+                    let _ = child.kill();
+                    panic!("{:?} was not written ({why}); before that: {:?}", char::from(end), text(&bytes));
+                }
+            }
+        }
+        text(&bytes)
+    }
 }
 
 pub(crate) fn text(bytes: &[u8]) -> String {

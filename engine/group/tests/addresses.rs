@@ -1,3 +1,6 @@
+use std::net::TcpStream;
+use std::time::Duration;
+
 use super::*;
 use crate::group::Rendezvous;
 
@@ -101,4 +104,37 @@ fn a_listener_for_rank_0_is_where_other_hosts_reach_it() {
     }
     let (listener, at) = Rendezvous::listen_for_ranks(None).unwrap();
     assert_eq!(listener.local_addr().unwrap(), at);
+}
+
+/// More ranks than the standard library's queue of 128 has room for come before rank 0 takes the first of them, and none is kept waiting.
+#[test]
+fn as_many_ranks_may_come_at_once_as_a_world_has() {
+    const RANKS: usize = 300;
+    let most = std::fs::read_to_string("/proc/sys/net/core/somaxconn").unwrap_or_default();
+    if most.trim().parse::<usize>().is_ok_and(|most| most < RANKS) {
+        return eprintln!("skipped: net.core.somaxconn is {}, so no queue is longer", most.trim());
+    }
+    let given = TcpListener::bind("127.0.0.1:0").unwrap();
+    lengthen_queue(&given).unwrap();
+    for listener in [bind("127.0.0.1:0".parse().unwrap()).unwrap(), given] {
+        let at = listener.local_addr().unwrap();
+        let come = |_| TcpStream::connect_timeout(&at, Duration::from_secs(10));
+        let all: Result<Vec<_>, _> = (0..RANKS).map(come).collect();
+        assert_eq!(all.unwrap().len(), RANKS);
+    }
+}
+
+/// Where the system's setting `net.ipv6.bindv6only` is 1, `[::]` would otherwise take IPv6 alone.
+#[test]
+fn all_addresses_are_those_of_ipv4_too() {
+    let any = SocketAddr::from((Ipv6Addr::UNSPECIFIED, 0));
+    let listener = match bind(any) {
+        Ok(listener) => listener,
+        Err(why) => return eprintln!("skipped: no IPv6 here: {why}"),
+    };
+    let port = listener.local_addr().unwrap().port();
+    let there = SocketAddr::from((Ipv4Addr::LOCALHOST, port));
+    TcpStream::connect_timeout(&there, Duration::from_secs(10)).unwrap();
+    let taken = bind(SocketAddr::from((Ipv6Addr::UNSPECIFIED, port))).unwrap_err();
+    assert_eq!(taken.kind(), io::ErrorKind::AddrInUse);
 }

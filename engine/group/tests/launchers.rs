@@ -66,6 +66,14 @@ fn a_derived_port_is_another_and_not_one_that_the_system_gives_out() {
         let other = derived(&open, port.into()).unwrap();
         assert!((29_400..=29_599).contains(&other) && other != port, "{port}: {other}");
     }
+    // Jobs that were started one after another have numbers that follow each other, whether or not these are ports of the range.
+    for (first, last) in [(29_400, 29_599), (30_000, 30_002), (29_501, 29_502)] {
+        let open = |name: &str| (name == "ALLSTREAM_PORTS").then(|| format!("{first}-{last}"));
+        for port in 29_300..30_100 {
+            assert_ne!(derived(&open, port), derived(&open, port + 1), "{first}-{last}, {port}");
+            assert_ne!(derived(&open, port).map(u64::from), Ok(port), "{first}-{last}");
+        }
+    }
     assert!(derived(&|_| Some("9-8".into()), 1).unwrap_err().contains("ALLSTREAM_PORTS"));
 }
 
@@ -148,6 +156,13 @@ fn under_srun_ranks_meet_on_the_first_node_of_the_step() {
     assert_eq!(address_of(&job), "a1:13456");
     let said = [&SRUN[..], &[("MASTER_ADDR", "head"), ("MASTER_PORT", "29600")]].concat();
     assert_eq!(address_of(&said), "head:29600");
+    // The first node of the job may have no rank of the step, so it is not taken in place of a list that cannot be read.
+    let unread = [&job[..], &[("SLURM_STEP_NODELIST", "node[01-04")]].concat();
+    let error = error_of(&unread);
+    assert!(
+        error.contains("SLURM_STEP_NODELIST is `node[01-04`") && error.contains("MASTER_ADDR"),
+        "{error}"
+    );
 }
 
 #[test]
@@ -157,6 +172,7 @@ fn under_srun_ports_are_reserved_ones_or_of_the_job_and_step() {
     };
     assert_eq!(with_port(&[("SLURM_STEP_RESV_PORTS", "12000-12003,12009")], &[]), "node01:12000");
     assert_eq!(with_port(&[("SLURM_STEP_ID", "1")], &["SLURM_STEP_ID"]), "node01:14069");
+    assert_eq!(with_port(&[("SLURM_STEPID", "1")], &["SLURM_STEP_ID"]), "node01:14069");
     assert_eq!(with_port(&[("SLURM_JOB_ID", "123457")], &["SLURM_JOB_ID"]), "node01:13457");
     // Huge numbers.
     with_port(&[("SLURM_STEP_ID", "4294967279")], &["SLURM_STEP_ID"]);

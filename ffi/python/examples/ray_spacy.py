@@ -70,7 +70,8 @@ class Parameters:
                     self.keys.append((node.id, name))
                     self.weights[node.id, name] = node.get_param(name).copy()
         self.number = {key: i for i, key in enumerate(self.keys)}
-        # The number of pieces in which each parameter's gradient comes. The first update counts them, and all workers count the same.
+        # The number of pieces in which each parameter's gradient comes. The first update counts them, and all workers count the same. What came in one
+        # piece is sent as soon as it comes.
         self.pieces = dict.fromkeys(self.keys, 0)
         self.send = None
         for node in nodes:
@@ -88,6 +89,12 @@ class Parameters:
     def inc_grad(self, model, name, value):
         key = (model, name)
         if key in self.grads:
+            if self.send is not None and self.pieces[key] == 1:
+                # What is under way must not change, and the other workers send it once.
+                raise RuntimeError(
+                    f"parameter {name} of node {model}: its gradient came in one piece in the first update, and now in two; the first is sent already. "
+                    "Begin with a batch of longer texts"
+                )
             self.grads[key] += value
         else:
             self.grads[key] = numpy.ascontiguousarray(value).copy()

@@ -59,7 +59,7 @@ impl<'a, 'py> Calling<'a, 'py> {
                  operation first",
             ));
         }
-        self.group.after(call, wait).map_err(|error| errors::of(self.py, &error))
+        self.group.after(&self.comm, call, wait).map_err(|error| errors::of(self.py, &error))
     }
 
     fn memory(&self, array: &Array<'py>, how: Use) -> PyResult<Memory> {

@@ -1,8 +1,9 @@
 //! [`Comm`]: a rank's handle on a group. Its collectives are in [`crate::calls`].
 
+use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use allstream::cuda::{Device, DevicePath};
 use allstream::{Call, HostStream, SharedComm};
@@ -17,7 +18,7 @@ use crate::errors;
 use crate::in_flight::Claim;
 use crate::keeper;
 use crate::options::seconds;
-use crate::wait::block_on;
+use crate::wait::{block_on, poll_until};
 
 /// The result of `agree`, or part of that of `shrink`: the same on all survivors.
 #[pyclass(frozen, get_all, module = "allstream")]
@@ -60,8 +61,34 @@ pub(crate) struct Comm {
     number: u64,
     /// The callbacks of its operations, which are called when these are over.
     callbacks: Arc<Callbacks>,
-    /// The stream that holds back a call until earlier operations have given back memory that the call uses, too. Made when first needed.
-    behind: Mutex<Option<HostStream>>,
+    /// What holds back a call until earlier operations have given back memory that the call uses, too. Made when first needed.
+    behind: Mutex<Option<Behind>>,
+}
+
+/// The stream whose thread waits for the memory of earlier operations, and the communicator of these. Each wait has a handle of the communicator,
+/// too, so it does not end because all others were dropped.
+struct Behind {
+    stream: HostStream,
+    comm: SharedComm,
+}
+
+/// How long a rank that leaves waits until no call is held back any more: as long as the engine waits until what was submitted is sent.
+const FLUSH: Duration = Duration::from_secs(1);
+
+impl Behind {
+    /// Ends the stream's thread; called without the GIL. If that still waits after [`FLUSH`], for an operation that may never end, the communicator
+    /// is aborted: its operations then fail and give their memory back.
+    fn end(self) {
+        let Behind { stream, comm } = self;
+        let mut all = stream.record();
+        let ended = poll_until(Instant::now() + FLUSH, |cx| Pin::new(&mut all).poll(cx));
+        if ended.is_none() && comm.check().is_ok() {
+            comm.abort(
+                "this rank leaves, while a call of it waits for memory that an unfinished operation has",
+            );
+        }
+        drop(stream);
+    }
 }
 
 static NUMBERS: AtomicU64 = AtomicU64::new(1);
@@ -95,28 +122,31 @@ impl Comm {
         self.callbacks.place(is_message)
     }
 
-    /// Makes the call start only after `wait`, which runs on a thread of its own, has returned.
+    /// Makes a call of this communicator, `comm`, start only after `wait`, which runs on a thread of its own, has returned.
     ///
     /// # Errors
     /// The system cannot start a thread.
     pub(crate) fn after<'a>(
         &self,
+        comm: &SharedComm,
         call: Call<'a>,
         wait: impl FnOnce() + Send + 'static,
     ) -> Result<Call<'a>, allstream::Error> {
         let mut behind = self.behind.lock();
-        let stream = match &mut *behind {
-            Some(stream) => stream,
-            none => none.insert(HostStream::new("behind")?),
+        let Behind { stream, .. } = match &mut *behind {
+            Some(behind) => behind,
+            none => none.insert(Behind { stream: HostStream::new("behind")?, comm: comm.clone() }),
         };
         stream.launch(wait);
         Ok(call.on(stream))
     }
 
-    /// Leaves the communicator. Called without the GIL: dropping `behind` waits for its thread, which may wait until operations in flight end.
-    fn leave(handles: Option<Handles>, behind: Option<HostStream>) {
+    /// Leaves the communicator, within about two seconds. Called without the GIL: threads that need it may have to end first.
+    fn leave(handles: Option<Handles>, behind: Option<Behind>) {
+        if let Some(behind) = behind {
+            behind.end();
+        }
         drop(handles);
-        drop(behind);
     }
 
     /// The communicator's shared handle.
@@ -297,7 +327,11 @@ impl Comm {
     /// Waits until all submitted operations are done and their data is sent, then closes. Does nothing if this communicator is closed already.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         let Ok(own) = self.take(py, "close") else { return Ok(()) };
-        block_on(py, own.close())?.map_err(|error| errors::of(py, &error))
+        let closed = block_on(py, own.close());
+        // Nothing is held back any more, unless the wait was interrupted.
+        let behind = self.behind.lock().take();
+        py.detach(|| Comm::leave(None, behind));
+        closed?.map_err(|error| errors::of(py, &error))
     }
 
     /// Leaves without waiting for the other ranks, as dropping the `Comm` does. Called when the interpreter ends.

@@ -152,6 +152,9 @@ enum Entry {
 pub(crate) enum Refused {
     /// Another operation has a part of it, and this call cannot wait for that operation.
     Elsewhere,
+    /// Another call, which has not submitted its operation yet, has a part of it: a call of another thread, or one that is asking its arrays for their
+    /// memory, by which Python code runs that has made this call. To wait for it might take for ever.
+    Underway,
     /// Another argument of the same call has a part of it.
     Twice,
 }
@@ -179,6 +182,9 @@ pub(crate) fn take(
     let waits_for = |other: &Arc<Holder>| may_wait && holder.comm != 0 && other.comm == holder.comm;
     if !holders.iter().all(waits_for) {
         return Err(Refused::Elsewhere);
+    }
+    if holders.iter().any(|other| other.operation.get().is_none()) {
+        return Err(Refused::Underway);
     }
     let number = table.next;
     table.next += 1;

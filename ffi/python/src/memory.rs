@@ -183,6 +183,9 @@ impl Memory {
                     "another operation has this memory, or a part of it: wait() for that one first, or give each operation an array of its own"
                         .into()
                 }
+                Refused::Underway => {
+                    "another call, which has not returned yet, has this memory, or a part of it: make one call after the other".into()
+                }
                 Refused::Twice => {
                     "two arrays of this call have the same memory, or a part of it: give each memory of its own".into()
                 }

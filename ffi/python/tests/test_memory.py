@@ -139,6 +139,49 @@ def test_what_waits_for_memory_fails_with_the_first_operation():
     assert _native._in_flight() == 0
 
 
+def test_leaving_does_not_wait_for_an_operation_that_never_ends():
+    first, _second = allstream.local(2)
+    array = numpy.ones(4)
+    # The other rank calls nothing, and the second call waits for the memory of the first.
+    works = [first.all_reduce(array), first.all_reduce(array)]
+    leaves = threading.Thread(target=first._leave, daemon=True)
+    leaves.start()
+    leaves.join(DEADLINE)
+    assert not leaves.is_alive()
+    for work in works:
+        with pytest.raises(errors.Aborted, match="this rank leaves"):
+            work.wait(DEADLINE)
+    del works, work
+    assert _native._in_flight() == 0
+
+
+def test_a_call_within_a_call_that_has_the_same_memory_is_refused():
+    class Calling:
+        """Its memory is asked for within a call that has already taken that of `array`."""
+
+        def __init__(self, comm, array):
+            self.comm, self.array, self.out, self.said = comm, array, numpy.zeros(4), None
+
+        def __dlpack__(self, **options):
+            try:
+                self.comm.all_reduce(self.array)
+            except errors.Invalid as error:
+                self.said = str(error)
+            return self.out.__dlpack__(**options)
+
+        def __dlpack_device__(self):
+            return self.out.__dlpack_device__()
+
+    def step(comm):
+        array = numpy.ones(4)
+        out = Calling(comm, array)
+        comm.all_reduce(array, out=out).wait(DEADLINE)
+        assert "another call, which has not returned yet, has this memory" in out.said
+        return out.out.tolist()
+
+    assert ranks(2, step) == [[2.0] * 4] * 2
+
+
 def test_a_call_that_waits_for_memory_and_for_a_stream_is_refused():
     first, second = allstream.local(2)
     array, stream = numpy.ones(4), allstream.HostStream()

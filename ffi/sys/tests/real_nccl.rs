@@ -23,8 +23,10 @@ fn real() -> Option<PathBuf> {
     if let Some(named) = std::env::var_os(NAMED) {
         return Some(named.into());
     }
-    let target = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target/python/all/lib");
-    let pythons = target.read_dir().ok()?.flatten().map(|entry| entry.path());
+    // The Python environment of `cargo xtask test` is in cargo's target folder, which starts at the root of the repository.
+    let target = std::env::var_os("CARGO_TARGET_DIR").unwrap_or_else(|| "target".into());
+    let all = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").join(target).join("python/all/lib");
+    let pythons = all.read_dir().ok()?.flatten().map(|entry| entry.path());
     pythons
         .map(|python| python.join("site-packages/nvidia/nccl/lib/libnccl.so.2"))
         .find(|file| file.is_file())

@@ -137,19 +137,29 @@ impl Event {
             return Err(Code::INVALID_HANDLE);
         }
         let reached = Arc::new(OnceLock::new());
-        let (mark, shared) = (reached.clone(), self.shared.clone());
-        let number = shared.as_ref().map(|shared| shared.words()[0].fetch_add(1, Ordering::AcqRel) + 1);
+        let mark = reached.clone();
+        // The number that this record has in the page, once it is known that the record is queued: were it counted before, a wait for a record that
+        // the stream has refused, or that went into a graph, would never end. 0: not known yet.
+        let counted = Arc::new(AtomicU64::new(0));
+        let (shared, number) = (self.shared.clone(), counted.clone());
         // Queued under the lock, so that `point` is that of the record that was queued last.
         let mut point = lock(&self.point);
-        let ticket = stream.submit(move |_| {
+        let ticket = stream.submit(move |worker| {
             let _ = mark.set(Instant::now());
-            if let (Some(shared), Some(number)) = (shared, number) {
-                shared.reach(number);
+            if let Some(shared) = shared {
+                while number.load(Ordering::Acquire) == 0 && worker.context.is_alive() {
+                    std::thread::yield_now();
+                }
+                shared.reach(number.load(Ordering::Acquire));
             }
             Ok(())
         })?;
         self.captured.store(ticket.is_none(), Ordering::Release);
         if let Some(ticket) = ticket {
+            if let Some(shared) = &self.shared {
+                let number = shared.words()[0].fetch_add(1, Ordering::AcqRel) + 1;
+                counted.store(number, Ordering::Release);
+            }
             *point = Some(Point { ticket, reached });
         }
         Ok(())

@@ -277,6 +277,27 @@ fn an_event_that_is_captured_cannot_be_asked() {
     ok!(cuStreamDestroy_v2(stream));
 }
 
+/// A record of an event between processes that went into a graph, or that its stream has refused, is not queued: a wait for it would not end.
+#[test]
+fn a_record_that_is_not_queued_holds_up_nobody() {
+    let _driver = Driver::new(1);
+    let (stream, waiting, mut event, mut graph) = (stream(), self::stream(), 0, 0);
+    ok!(cuEventCreate(&mut event, 6));
+    ok!(cuStreamBeginCapture_v2(stream, 2));
+    ok!(cuEventRecord(event, stream));
+    assert_eq!(code!(cuStreamSynchronize(stream)), 900, "this breaks the capture");
+    assert_eq!(code!(cuEventRecord(event, stream)), 901, "the capture is broken");
+    assert_eq!(code!(cuStreamEndCapture(stream, &mut graph)), 901);
+    ok!(cuStreamWaitEvent(waiting, event, 0));
+    assert_eq!(finish(waiting), 0);
+    ok!(cuEventRecord(event, stream));
+    ok!(cuStreamWaitEvent(waiting, event, 0));
+    assert_eq!((finish(stream), finish(waiting), code!(cuEventQuery(event))), (0, 0, 0));
+    ok!(cuEventDestroy_v2(event));
+    ok!(cuStreamDestroy_v2(waiting));
+    ok!(cuStreamDestroy_v2(stream));
+}
+
 #[test]
 fn the_nth_call_fails() {
     let _driver = Driver::new(1);

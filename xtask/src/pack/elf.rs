@@ -1,10 +1,11 @@
 //! Which libraries and versions of symbols a program needs on the machine where it will run.
 
+use std::collections::BTreeSet;
 use std::path::Path;
 
 use object::Endianness;
-use object::elf::{DT_NEEDED, FileHeader64, SHT_DYNSYM, STB_WEAK};
-use object::read::elf::FileHeader;
+use object::elf::{DT_NEEDED, FileHeader64, SHT_DYNSYM, STB_WEAK, VER_FLG_WEAK};
+use object::read::elf::{FileHeader, SectionTable};
 
 /// The newest version of glibc whose symbols a program of the pack may need.
 pub(super) const GLIBC: (u32, u32) = (2, 35);
@@ -20,7 +21,9 @@ pub(super) fn complaints(file: &Path) -> Result<Vec<String>, String> {
     Ok(needs.complaints().into_iter().map(|complaint| format!("{name} {complaint}")).collect())
 }
 
-/// The shared libraries that a program needs, and its symbols, each with the version it needs. Weak symbols, which may be missing, are left out.
+/// The shared libraries that a program needs, and its symbols, each with the version it needs. A weak symbol may be missing, but its version may not:
+/// a program does not start where a library lacks a version that it names, unless the linker has marked the version as weak, too. Weak symbols
+/// are left out if that is so.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Needs {
     libraries: Vec<String>,
@@ -40,9 +43,12 @@ impl Needs {
         }
         if let Some(versions) = sections.versions(endian, data)? {
             let symbols = sections.symbols(endian, data, SHT_DYNSYM)?;
-            for (index, symbol) in symbols.enumerate().filter(|(_, symbol)| symbol.st_bind() != STB_WEAK) {
-                let version = versions.version(versions.version_index(endian, index).index())?;
-                if let Some(version) = version.filter(|version| version.file().is_some()) {
+            let may_lack = weak_versions(&sections, endian, data)?;
+            for (index, symbol) in symbols.enumerate() {
+                let index = versions.version_index(endian, index).index();
+                let may_be_missing = symbol.st_bind() == STB_WEAK && may_lack.contains(&index.0);
+                let version = versions.version(index)?;
+                if let Some(version) = version.filter(|version| version.file().is_some() && !may_be_missing) {
                     let name = symbols.symbol_name(endian, symbol)?;
                     needs.symbols.push((text(name), text(version.name())));
                 }
@@ -65,6 +71,25 @@ impl Needs {
         );
         complaints
     }
+}
+
+/// The numbers of the versions that a library may lack: those that the linker has marked as weak, as no symbol needs them but weak ones. (Many
+/// linkers mark none.)
+fn weak_versions(
+    sections: &SectionTable<'_, FileHeader64<Endianness>>,
+    endian: Endianness,
+    data: &[u8],
+) -> object::Result<BTreeSet<u16>> {
+    let mut weak = BTreeSet::new();
+    let Some((mut libraries, _)) = sections.gnu_verneed(endian, data)? else { return Ok(weak) };
+    while let Some((_, mut versions)) = libraries.next()? {
+        while let Some(version) = versions.next()? {
+            if version.vna_flags.get(endian).contains(VER_FLG_WEAK) {
+                weak.insert(version.vna_other(endian).index().0);
+            }
+        }
+    }
+    Ok(weak)
 }
 
 /// Reads (2, 35) from `GLIBC_2.35` and `GLIBC_2.35.1`. `None`: another library's version. `GLIBC_PRIVATE` counts as the newest.
@@ -110,5 +135,12 @@ mod tests {
         let start = needs.symbols.iter().find(|(name, _)| name == "__libc_start_main");
         assert!(start.is_some_and(|(_, version)| glibc(version).is_some()), "{needs:?}");
         assert!(Needs::of(b"#!/bin/sh\n").is_err());
+        // Rust's standard library names this symbol weakly, and does without it. Its version has to be there, unless the linker says otherwise.
+        let program = std::fs::read(std::env::current_exe().unwrap()).unwrap();
+        let elf = FileHeader64::<Endianness>::parse(&program[..]).unwrap();
+        let endian = elf.endian().unwrap();
+        let marked = weak_versions(&elf.sections(endian, &program[..]).unwrap(), endian, &program).unwrap();
+        let is_listed = needs.symbols.iter().any(|(name, _)| name == "__cxa_thread_atexit_impl");
+        assert!(is_listed || !marked.is_empty(), "{needs:?}");
     }
 }

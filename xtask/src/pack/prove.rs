@@ -12,7 +12,7 @@ use super::{FOLDER, Wanted, command};
 use crate::journal::{Counts, Report};
 use crate::part::Ran;
 use crate::python;
-use crate::runner;
+use crate::runner::{self, target};
 
 /// The archive of results that a run of the pack writes.
 const RESULTS: &str = "gpu-results.tar.xz";
@@ -43,7 +43,7 @@ fn wanted(out: PathBuf) -> Wanted {
 /// Part "GPU": makes the pack and runs it.
 pub(crate) fn run(root: &Path, limit: Duration) -> Ran {
     let mut steps = Steps::new(root, limit);
-    let (pack, out) = (wanted(root.join(FOLDER)), root.join("target/gpu-pack/results"));
+    let (pack, out) = (wanted(root.join(FOLDER)), target(root).join("gpu-pack/results"));
     let mut make = ours();
     make.arg("gpu-pack");
     if !steps.step("the pack is made", make, 0, "") {
@@ -62,7 +62,7 @@ pub(crate) fn run(root: &Path, limit: Duration) -> Ran {
 /// but the two steps that are made to fail.
 pub(crate) fn prove(root: &Path, limit: Duration) -> Ran {
     let mut steps = Steps::new(root, limit);
-    let folder = root.join("target/gpu-pack");
+    let folder = target(root).join("gpu-pack");
     let (pack, out) = (wanted(folder.join("packed")), folder.join("rehearsal"));
     let _ = fs::remove_dir_all(&out);
     let mut make = ours();
@@ -89,14 +89,14 @@ pub(crate) fn prove(root: &Path, limit: Duration) -> Ran {
             return steps.ran();
         }
     }
-    let built = root.join("target/debug");
+    let built = target(root).join("debug");
     let ((hangs, hang), (dies, death)) = (HANGS, DIES);
     let script = format!("{script} --limit 1000 --with {hangs}:{hang} --with {dies}:{death}");
     let mut rehearsal = outside(&script, root, &out);
     rehearsal.env("ALLSTREAM_CUDA_LIBRARY", built.join("libcuda.so"));
     rehearsal.env("GPU_PACK_NCCL", built.join("libnccl.so"));
     // The Python environment that the tests of the Python package have made, with numpy and torch.
-    let pythons = root.join("target/python/all/bin");
+    let pythons = python::environment(root).join("bin");
     let path = std::env::var_os("PATH").unwrap_or_default();
     let folders = [pythons].into_iter().filter(|folder| folder.is_dir()).chain(std::env::split_paths(&path));
     if let Ok(path) = std::env::join_paths(folders) {
@@ -234,8 +234,7 @@ impl Steps<'_> {
     fn take(&mut self, name: &str, end: runner::End, code: i32, line: &str) -> bool {
         let mut complaints = Vec::new();
         if end.code() != Some(code) {
-            let how = end.code().map_or("no exit code in time".into(), |code| format!("exit code {code}"));
-            complaints.push(format!("{how}, expected {code}"));
+            complaints.push(format!("{}, expected {code}", end.how()));
         } else if !line.is_empty() && end.journal.last(line).is_none() {
             complaints.push(format!("it did not say `{line}...`"));
         }

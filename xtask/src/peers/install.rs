@@ -118,7 +118,7 @@ fn install_mpi(args: &PeersArgs, scratch: &Path) -> Result<(), String> {
 }
 
 fn gloo(args: &PeersArgs, root: &Path, scratch: &Path) -> Result<Gloo, String> {
-    let folder = root.join("target/peers/venv");
+    let folder = crate::runner::target(root).join("peers/venv");
     let in_folder = folder.join("bin/python");
     let named = args.python.clone().or_else(|| std::env::var_os("PYTHON").map(PathBuf::from));
     let candidates = match named {

@@ -138,7 +138,7 @@ pub(crate) struct Scratch(pub(crate) PathBuf);
 
 impl Scratch {
     pub(crate) fn new(root: &Path) -> Result<Scratch, String> {
-        let folder = root.join(format!("target/peers/run-{}", std::process::id()));
+        let folder = crate::runner::target(root).join(format!("peers/run-{}", std::process::id()));
         fs::create_dir_all(&folder).map_err(|error| format!("{}: {error}", folder.display()))?;
         Ok(Scratch(folder))
     }

@@ -31,10 +31,7 @@ timeout 60 "$ALLSTREAM" perf all_reduce -N 2 --link rdma --sizes 1M -n 2 -w 1 2>
 ip link set rd0 mtu 4200
 
 echo "case: counters"
-for name in rcvd_rnr_err send_rnr_err retry_rnr_exceeded_err; do
-    read -r count <"/sys/class/infiniband/rxe0/ports/1/hw_counters/$name"
-    echo "$name $count"
-done
+counters rcvd_rnr_err send_rnr_err retry_rnr_exceeded_err
 rdma resource show
 
 signalled killed KILL 4

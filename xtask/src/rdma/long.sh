@@ -9,10 +9,7 @@ soft_roce
 echo "case: operations"
 # Half of them in place, half of them not.
 "$ALLSTREAM" perf all_reduce -N 2 --link rdma --sizes 8 -n 5000 -w 1 2>&1 || echo "ended with $?"
-for name in rcvd_rnr_err send_rnr_err completer_retry_err; do
-    read -r count <"/sys/class/infiniband/rxe0/ports/1/hw_counters/$name"
-    echo "$name $count"
-done
+counters rcvd_rnr_err send_rnr_err completer_retry_err
 
 kill=1
 while [ "$kill" -le 100 ]; do

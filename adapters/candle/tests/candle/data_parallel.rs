@@ -190,7 +190,7 @@ fn models_that_differ_are_refused_on_all_ranks() {
     let shapes = on_ranks(2, |comm| refusal(&comm, &vars(0, &[("w", &[2 + comm.rank(), 3])])));
     for text in &shapes {
         assert!(
-            text.contains("on rank 1, variable 0 by name is w (f32 [3, 3]), and w (f32 [2, 3]) on rank 0"),
+            text.contains("on rank 1, a variable is w (f32 [3, 3]), and on rank 0 w (f32 [2, 3])"),
             "{text}"
         );
     }
@@ -198,7 +198,14 @@ fn models_that_differ_are_refused_on_all_ranks() {
         let vars = if comm.rank() == 0 { vars(0, &[("w", &[2])]) } else { VarMap::new() };
         refusal(&comm, &vars)
     });
-    assert!(missing[0].contains("variable 0 by name is nothing, and w (f32 [2]) on rank 0"), "{missing:?}");
+    assert!(missing[0].contains("there is no variable w, and on rank 0 w (f32 [2])"), "{missing:?}");
+    // A variable between others is named, and not the next one. A line break in a name is no difference.
+    let between = on_ranks(2, |comm| {
+        let all: [(&str, &[usize]); 3] = [("a\nb", &[2]), ("c", &[2]), ("d", &[2])];
+        let these = all.iter().copied().filter(|(name, _)| comm.rank() == 0 || *name != "c");
+        refusal(&comm, &vars(0, &these.collect::<Vec<_>>()))
+    });
+    assert!(between.iter().all(|text| text.contains("on rank 1, there is no variable c, ")), "{between:?}");
     let empty = on_ranks(2, |comm| refusal(&comm, &VarMap::new()));
     assert!(empty[1].contains("has no variables"), "{empty:?}");
 }

@@ -147,6 +147,26 @@ fn a_record_that_cannot_be_written_is_not_named() {
     }
 }
 
+/// The temporary directory is open to all users. Another one may have put a link there, in the place of this user's directory: ranks write
+/// nothing to where it leads.
+#[test]
+fn flight_recorders_do_not_go_where_a_link_in_the_place_of_the_users_directory_leads() {
+    let rank = format!(
+        "exec {} --exact --ignored --nocapture launcher::failures::loses_a_rank_unrecorded",
+        this_program()
+    );
+    let scratch = Scratch::new();
+    let theirs = scratch.0.join("theirs");
+    fs::create_dir(&theirs).unwrap();
+    let of_user = format!("allstream-{}", rustix::process::geteuid().as_raw());
+    std::os::unix::fs::symlink(&theirs, scratch.0.join(of_user)).unwrap();
+    let mut command = launcher(&["-n", "2"], &rank);
+    let output = finish(command.env_remove("ALLSTREAM_TRACE_DIR").env("TMPDIR", &scratch.0).spawn().unwrap());
+    let said = [text(&output.stdout), text(&output.stderr)].concat();
+    assert!(said.contains("rank 1 was lost") && said.contains("no record"), "{said}");
+    assert_eq!(fs::read_dir(&theirs).unwrap().count(), 0, "{said}");
+}
+
 /// A rank that loses the other one, and says whether its error names a file.
 #[test]
 #[ignore = "a rank; started by other tests"]

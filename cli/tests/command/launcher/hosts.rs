@@ -202,8 +202,13 @@ fn hosts_work_on_when_a_rank_or_a_whole_host_is_lost() {
     let mut child = remote(&scratch, "h1:2,h2:1,h3:1", &options, &script).spawn().unwrap();
     wait_until("the third host has its rank", || there.exists());
     kill_process(pid_of(text(&scratch, "connection.h3").trim().parse().unwrap()), Signal::KILL).unwrap();
-    let lines = std::io::BufRead::lines(std::io::BufReader::new(child.stderr.take().unwrap()));
-    let lost = lines.map(Result::unwrap).find(|line| line.contains("host h3")).unwrap();
+    let shown = Shown::new(child.stderr.take().unwrap());
+    let lost = loop {
+        let line = shown.up_to(b'\n', &mut child);
+        if line.contains("host h3") {
+            break line;
+        }
+    };
     fs::write(scratch.0.join("go"), "").unwrap();
     let output = finish(child);
     assert_eq!(output.status.code(), Some(0), "{output:?}");

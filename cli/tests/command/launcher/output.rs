@@ -1,7 +1,5 @@
 //! What ranks write: lines without an end, files of their own, and disks that are full.
 
-use std::io::{BufRead, BufReader};
-
 use super::*;
 
 /// A progress bar is one line until its end; each state is shown while the rank works.
@@ -18,12 +16,8 @@ fn progress_bars_and_unfinished_lines_are_shown_as_they_come() {
             wait("b")
         );
         let mut child = launcher(options, &script).spawn().unwrap();
-        let mut shown = BufReader::new(child.stdout.take().unwrap());
-        let mut until = |end: u8| {
-            let mut bytes = Vec::new();
-            shown.read_until(end, &mut bytes).unwrap();
-            text(&bytes)
-        };
+        let shown = Shown::new(child.stdout.take().unwrap());
+        let mut until = |end: u8| shown.up_to(end, &mut child);
         let go = |name: &str| fs::write(scratch.0.join(name), "").unwrap();
         assert_eq!(until(b'/'), "\r[0] step 1/");
         go("a");

@@ -35,13 +35,8 @@ fn a_running_job_tells_who_is_late_and_runs_on() {
     let mut command = launcher(&["-n", "3"], &script);
     let mut child = command.env("TEST_END", &end).env("ALLSTREAM_TRACE_DIR", "off").spawn().unwrap();
     let pid = child.id().to_string();
-    let mut stdout = std::io::BufReader::new(child.stdout.take().unwrap());
-    let mut line = String::new();
-    // This wait has no deadline: the ranks write this line after some rounds, or they end.
-    while !line.contains("at work") {
-        line.clear();
-        assert!(std::io::BufRead::read_line(&mut stdout, &mut line).unwrap() > 0, "the ranks have ended");
-    }
+    let shown = Shown::new(child.stdout.take().unwrap());
+    while !shown.up_to(b'\n', &mut child).contains("at work") {}
     let told = allstream(&["trace", "--times", "--pid", &pid], &[("ALLSTREAM_TUNING", "off")]);
     assert!(told.status.success(), "{told:?}");
     let said = text(&told.stdout);
@@ -49,7 +44,6 @@ fn a_running_job_tells_who_is_late_and_runs_on() {
     assert!(said.contains("=> It is the code of rank 1: it came last in "), "{said}");
     assert!(child.try_wait().unwrap().is_none(), "it runs on");
     fs::write(&end, "").unwrap();
-    thread::spawn(move || std::io::copy(&mut stdout, &mut std::io::sink()));
     assert!(finish(child).status.success());
     let gone = allstream(&["trace", "--pid", &pid], &[]);
     assert_eq!(gone.status.code(), Some(1));

@@ -55,9 +55,7 @@ fn a_rank_without_a_handler_is_not_ended_by_sigusr1_and_that_is_said() {
     let rest = format!("until [ -e {}/stop ]; do sleep 0.02; done; echo end", scratch.0.display());
     let (mut child, _) = start_sleepers(&["-n", "2"], 2, &scratch, &rest);
     kill_process(pid_of(child.id()), Signal::USR1).unwrap();
-    let mut said = String::new();
-    std::io::BufRead::read_line(&mut std::io::BufReader::new(child.stderr.take().unwrap()), &mut said)
-        .unwrap();
+    let said = Shown::new(child.stderr.take().unwrap()).up_to(b'\n', &mut child);
     let expected =
         "allstream run: SIGUSR1 was not handed to rank 0, 1: without a handler for it a rank would end\n";
     assert_eq!(said, expected);

@@ -1,6 +1,6 @@
 //! Which ranks get what comes to the launcher's stdin.
 
-use std::io::{BufRead, BufReader, Write};
+use std::io::Write;
 
 use super::*;
 
@@ -59,17 +59,11 @@ fn a_prompt_is_shown_and_its_answer_read() {
     let script = "[ $RANK = 0 ] || exit 0; printf '(Pdb) '; read x; echo \"answer $x\"; printf '(Pdb) '; read x; echo \"answer $x\"";
     for options in [HERE, HOSTS] {
         let mut child = launcher(&options, script).stdin(Stdio::piped()).spawn().unwrap();
-        let (mut answers, mut shown) =
-            (child.stdin.take().unwrap(), BufReader::new(child.stdout.take().unwrap()));
+        let (mut answers, shown) = (child.stdin.take().unwrap(), Shown::new(child.stdout.take().unwrap()));
         for answer in ["c\n", "q\n"] {
-            let mut prompt = Vec::new();
-            // If the prompt were not shown, this would wait for ever: the rank would have no answer and not end.
-            shown.read_until(b')', &mut prompt).unwrap();
-            assert_eq!(text(&prompt), "[0] (Pdb)");
+            assert_eq!(shown.up_to(b')', &mut child), "[0] (Pdb)");
             answers.write_all(answer.as_bytes()).unwrap();
-            let mut line = String::new();
-            shown.read_line(&mut line).unwrap();
-            assert_eq!(line, format!(" answer {answer}"));
+            assert_eq!(shown.up_to(b'\n', &mut child), format!(" answer {answer}"));
         }
         assert!(finish(child).status.success());
     }

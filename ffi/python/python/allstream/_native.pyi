@@ -119,9 +119,10 @@ class Comm:
         """Of which arrays the other ranks' devices could not read the memory where it lies, since `bind_device`: `buffers` and `bytes`, of all calls, and
         `why`, of the last. Collectives worked on copies of them, on the same device. None where there was none."""
     def bind_nccl(self, device: int) -> str:
-        """As `bind_device`, and NCCL takes what it can; returns its name and version. Each rank has a device of its own. Raises `Unavailable`
-        where there is no NCCL: it is looked for beside this Python's packages, where pip and torch have it, and where the system has libraries;
-        `ALLSTREAM_NCCL_LIBRARY` names another file."""
+        """As `bind_device`, and NCCL takes what it can. Returns its name and version; where what it does not take goes through the host's memory,
+        also `"; what it does not take is staged: "` and why. Ranks may share a device only from NCCL 2.30 on, if `NCCL_MULTI_RANK_GPU_ENABLE=1` is
+        set for all of them. Raises `Unavailable` where there is no NCCL: it is looked for beside this Python's packages, where pip and torch have
+        it, and where the system has libraries; `ALLSTREAM_NCCL_LIBRARY` names another file."""
     def split(self, color: Optional[int], key: int = 0) -> Optional["Comm"]: ...
     def subset(self, ranks: Sequence[int]) -> Optional["Comm"]: ...
     def dup(self) -> "Comm": ...

@@ -106,6 +106,41 @@ def test_calls_give_what_gloo_gives(torch_job):
         assert len(results["gloo"][rank]) > 50
 
 
+def test_what_is_completed_is_in_the_tensors(torch_job):
+    # Nobody waits: a program that calls the backend itself may ask until the work is completed, and then reads. Gathers end with a copy into the
+    # user's tensors. (torch wraps the work of `dist.all_gather`, and its wrapper does not ask: `get_future().done()` does.)
+    outputs = torch_job(
+        2,
+        """
+        start()
+        def completed(work):
+            end = time.monotonic() + 60
+            while not work.is_completed():
+                assert time.monotonic() < end, "not completed"
+                time.sleep(0.001)
+            assert work.is_success() and work.exception() is None
+        backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+        boxes = [torch.zeros(3), torch.zeros(3)]
+        completed(backend.allgather([boxes], [torch.full((3,), rank + 1.0)], dist.distributed_c10d.AllgatherOptions()))
+        assert [box.tolist() for box in boxes] == [[1.0] * 3, [2.0] * 3], boxes
+        # A view that does not lie row by row, so that the result is copied back.
+        plane = torch.full((4, 4), rank + 1.0)
+        completed(backend.allreduce([plane[:, 1]], dist.AllreduceOptions()))
+        assert plane[:, 1].tolist() == [3.0] * 4 and plane[0, 0] == rank + 1, plane
+        boxes = [torch.zeros(3), torch.zeros(3)]
+        future = dist.all_gather(boxes, torch.full((3,), rank + 1.0), async_op=True).get_future()
+        end_of_wait = time.monotonic() + 60
+        while not future.done():
+            assert time.monotonic() < end_of_wait, "not done"
+            time.sleep(0.001)
+        assert [box.tolist() for box in boxes] == [[1.0] * 3, [2.0] * 3], boxes
+        print("done")
+        end()
+        """,
+    ).outputs()
+    assert outputs == [["done"]] * 2
+
+
 def test_calls_that_gloo_has_not(torch_job):
     outputs = torch_job(
         3,

@@ -3,8 +3,9 @@
 #![allow(missing_docs, reason = "the functions are those of the real library")]
 
 use std::ffi::{c_char, c_void};
+use std::io::Read;
 use std::process::{Child, Command, Output, Stdio};
-use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -215,17 +216,37 @@ fn watchdog() -> Sender<()> {
     sender
 }
 
-/// Waits for a process, but not for ever.
+/// Waits for a process, but not for ever, and reads what it writes meanwhile: one that has filled its pipes would not end.
 pub(crate) fn finish_process(mut child: Child) -> Output {
-    let start = Instant::now();
-    while child.try_wait().unwrap().is_none() {
-        if start.elapsed() > DEADLINE {
-            child.kill().unwrap();
-            panic!("the other process does not end");
-        }
-        std::thread::sleep(Duration::from_millis(2));
+    fn read(pipe: Option<impl Read + Send + 'static>) -> Receiver<Vec<u8>> {
+        let (tell, told) = channel();
+        std::thread::spawn(move || {
+            let mut bytes = Vec::new();
+            let _ = pipe.map(|mut pipe| pipe.read_to_end(&mut bytes));
+            let _ = tell.send(bytes);
+        });
+        told
     }
-    child.wait_with_output().unwrap()
+    let (stdout, stderr) = (read(child.stdout.take()), read(child.stderr.take()));
+    let start = Instant::now();
+    let status = loop {
+        match child.try_wait().unwrap() {
+            Some(status) => break Some(status),
+            None if start.elapsed() > DEADLINE => break None,
+            None => std::thread::sleep(Duration::from_millis(2)),
+        }
+    };
+    if status.is_none() {
+        child.kill().unwrap();
+        child.wait().unwrap();
+    }
+    // A process that this one has started may hold the pipes open.
+    let [stdout, stderr] = [stdout, stderr].map(|told| told.recv_timeout(DEADLINE).unwrap_or_default());
+    let Some(status) = status else {
+        let said = [stdout, stderr].map(|text| String::from_utf8_lossy(&text).into_owned());
+        panic!("the other process does not end; it has said: {}", said.concat());
+    };
+    Output { status, stdout, stderr }
 }
 
 pub(crate) fn retain(device: i32) -> u64 {

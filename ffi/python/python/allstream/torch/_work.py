@@ -7,7 +7,7 @@ from torch import distributed as dist
 
 
 class Work(dist._Work):
-    """Operations in flight. `after`, if given, copies their results into the user's tensors. `wait` or the future runs it, once.
+    """Operations in flight. `after`, if given, copies their results into the user's tensors. `wait`, `is_completed` or the future runs it, once.
 
     On host tensors it runs when all operations have succeeded. On tensors of a CUDA `device` the current stream first waits for the
     operations, and `after` puts its copies on that stream. The host waits only for operations that no device runs.
@@ -23,14 +23,20 @@ class Work(dist._Work):
         self._works = works
         self._result = result
         self._after = after
+        # What `after` has raised, if it has.
+        self._uncopied = None
         self._lock = threading.Lock()
         self._future = None
 
     def _finish(self):
         with self._lock:
             if self._after is not None:
-                # If a copy fails, it is tried again, and so fails again, for whoever asks next.
-                self._after()
+                try:
+                    self._after()
+                except Exception as error:
+                    # If a copy fails, it is tried again, and so fails again, for whoever asks next.
+                    self._uncopied = error
+                    raise
                 if self._device is not None:
                     self._copied = torch.cuda.current_stream(self._device).record_event()
                 self._after = None
@@ -65,13 +71,25 @@ class Work(dist._Work):
         return True
 
     def is_completed(self):
-        return all(work.done() for work in self._works)
+        """Whether all operations are over, and their results are in the user's tensors (or something has failed). Never waits for an operation.
+
+        On a CUDA device, asked by a program that never waits: also whether the copies of `after`, which this puts on the current stream, are done.
+        """
+        if not all(work.done() for work in self._works):
+            return False
+        if self.exception() is None:
+            try:
+                self._order()
+            except Exception:  # noqa: BLE001: `exception` has it, and whoever waits gets it.
+                return True
+        return self._copied is None or self._copied.query()
 
     def is_success(self):
         return self.is_completed() and self.exception() is None
 
     def exception(self):
-        return next((error for error in (work.exception() for work in self._works) if error is not None), None)
+        errors = [work.exception() for work in self._works]
+        return next((error for error in errors if error is not None), self._uncopied)
 
     def result(self):
         return self._result
