@@ -234,6 +234,11 @@ fn link_complaints(cases: &[Case]) -> Vec<String> {
                 // The pair that the device itself has.
                 has(" qp 1 cm_id 0 mr 0 ", true);
             }
+            "second port" => {
+                has("rdma_recvs ", true);
+                has("rdma_recvs 0\n", false);
+                has(" rxe1: pd 1 cq 1 qp 1 cm_id 0 mr 0 ", true);
+            }
             "killed" | "killed in alloc" | "stopped" => {
                 // A death is told by the end of its connections, at once; silence after as long as a heartbeat may take.
                 let how = if name != "stopped" {
@@ -264,9 +269,9 @@ fn link_complaints(cases: &[Case]) -> Vec<String> {
 }
 
 /// Runs of `perf` in the link's script.
-const PERFS: usize = 27;
+const PERFS: usize = 31;
 /// The script's other cases.
-const OTHERS: usize = 5;
+const OTHERS: usize = 6;
 /// Ranks that the long script kills, each in a job of its own.
 const KILLS: usize = 100;
 
@@ -286,7 +291,10 @@ fn long_complaints(cases: &[Case]) -> Vec<String> {
         let of = |rank: usize| {
             format!("[{rank}] allstream: rank 2 was lost (its connection ended without a goodbye)")
         };
-        if !(text.contains(&of(0)) && text.contains(&of(1)) && text.contains(" qp 1 cm_id 0 mr 0 ")) {
+        if !(text.contains(&of(0))
+            && text.contains(&of(1))
+            && text.matches(" qp 1 cm_id 0 mr 0 ").count() == 2)
+        {
             complaints.push(format!("{name}: {}", text.trim()));
         }
         let told = text.split_once("told after ").and_then(|(_, rest)| rest.split(' ').next());

@@ -4,7 +4,7 @@
 set -e
 export ALLSTREAM_TRACE_DIR=off
 ip link set lo up
-soft_roce
+soft_roce 0
 
 # Prints a name and the figure that a command prints. A command that fails, or that prints no figure, ends the script, which says what has failed.
 figure() {
@@ -47,7 +47,7 @@ perf() {
 
 # Prints what the device has had to do twice, behind this word.
 retries() {
-    counts=$(counters completer_retry_err rcvd_rnr_err send_rnr_err)
+    counts=$(counters 0 completer_retry_err rcvd_rnr_err send_rnr_err)
     echo "$counts" | sed "s/^/$1 /"
 }
 
@@ -71,3 +71,18 @@ done
 retries before
 figure all_reduce_8 perf all_reduce -N 2 --link rdma --sizes 8 -n 2500 >/dev/null
 retries after
+
+# By two ports, beside the first alone.
+soft_roce 1
+for round in 1 2 3 4 5; do
+    for what in 'broadcast 4K' 'broadcast 256K' 'broadcast 1M' 'broadcast 4M' 'broadcast 4M --alloc arena' 'all_reduce 16M'; do
+        set -- $what
+        collective=$1 size=$2
+        shift 2
+        name=$(echo "${collective}_$size${1:+_alloc}")
+        export ALLSTREAM_RDMA_DEVICE=rxe0
+        figure "${name}_one_port" perf "$collective" -N 2 --link rdma --sizes "$size" -n 8 "$@"
+        export ALLSTREAM_RDMA_DEVICE=
+        figure "${name}_two_ports" perf "$collective" -N 2 --link rdma --sizes "$size" -n 8 "$@"
+    done
+done

@@ -1,20 +1,19 @@
-# Functions for scripts that need one Soft-RoCE device, rxe0.
+# Functions for scripts that need Soft-RoCE devices: rxe0, and rxe1 beside it.
 
-# Where the device counts what its hardware would.
-hw_counters=/sys/class/infiniband/rxe0/ports/1/hw_counters
-
-# Makes the device on an interface of its own, with room for the largest packets.
+# `soft_roce NUMBER` makes a device on an interface of its own, with room for the largest packets.
 soft_roce() {
-    ip link add rd0 type dummy
-    ip addr add 10.9.0.1/24 dev rd0
-    ip link set rd0 mtu 4200 up
-    rdma link add rxe0 type rxe netdev rd0
+    ip link add "rd$1" type dummy
+    ip addr add "10.9.$1.1/24" dev "rd$1"
+    ip link set "rd$1" mtu 4200 up
+    rdma link add "rxe$1" type rxe netdev "rd$1"
 }
 
-# Prints a line with the name and the count of each of these counters.
+# `counters NUMBER NAME...` prints a line with the name and the count of each of these counters of a device.
 counters() {
+    device=rxe$1
+    shift
     for name in "$@"; do
-        read -r count <"$hw_counters/$name" || return
+        read -r count <"/sys/class/infiniband/$device/ports/1/hw_counters/$name" || return
         echo "$name $count"
     done
 }
