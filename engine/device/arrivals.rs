@@ -1,8 +1,8 @@
-//! [`Arrivals`]: which operations one launch folds for all ranks of a communicator, and what each rank brings to the next of these.
+//! [`Arrivals`]: which operations one launch folds for all ranks of a communicator, and what the ranks bring to the next such launch.
 //!
-//! Each rank arrives by a command, before it lends anything to its peers. The last rank to arrive gets what all have brought, and puts the launch
-//! on the stream within the same command. A rank arrives at the next such operation only when it has seen what all peers lend for this one. So when
-//! any rank has seen all loans, the launch is on the stream, and no two ranks put such launches there at the same time.
+//! Each rank arrives by a command; later commands show its loans to its peers. The last rank to arrive gets what all have brought, and puts the
+//! launch on rank 0's stream in that same command. A rank goes on when it has seen the loans of all peers, by commands behind its own arrival: by
+//! then the launch is on the stream. For the next launch all ranks, also the last one, arrive by such later commands: no two are put there at once.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -11,11 +11,11 @@ use parking_lot::Mutex;
 use super::stream::DeviceEvent;
 use crate::types::{Rank, Signature};
 
-/// Some words are written only by operations of some kinds. When so many operations in a row have not written all words, the next one does: so no
-/// word ever falls behind by half of the range of its 32-bit numbers, which are compared as numbers on a circle.
+/// Some words are written only by operations of some kinds. So of `2 * REFRESH` operations on devices at least one writes all words: no word falls
+/// behind by half of the range of its 32-bit numbers, which are compared modulo 2^32. (Operations on the host are numbered, too, but write no words.)
 pub(crate) const REFRESH: u64 = 1 << 28;
 
-/// Called when the launch is on the stream. If others than the ranks put work there, too, it gets the event behind the launch.
+/// Called when the launch is on rank 0's stream. If others than the ranks may put work there, too, it gets the event behind the launch.
 pub(crate) type IsPut = Box<dyn FnOnce(Option<&DeviceEvent>) + Send>;
 
 /// What a rank brings to an operation that one launch folds for all ranks.
@@ -24,10 +24,10 @@ pub(crate) struct Arrival {
     /// The operation's number among the communicator's collectives, as this rank counts them.
     pub(crate) number: u64,
     pub(crate) signature: Signature,
-    /// Addresses of the device: of this rank's input, and of where its result goes.
+    /// Addresses on the device: where this rank's input is, and where its result goes.
     pub(crate) input: u64,
     pub(crate) output: u64,
-    /// The event behind what the rank's own stream writes to the input first, if it writes there.
+    /// The event behind the work by which the rank's own stream first scales the input, if there is such work.
     pub(crate) own_work: Option<DeviceEvent>,
     pub(crate) is_put: IsPut,
 }
@@ -37,14 +37,14 @@ pub(crate) struct Arrival {
 pub(crate) struct Arrivals {
     /// The ranks that have arrived at an operation at which others have not arrived yet.
     here: Mutex<Vec<Arrival>>,
-    /// The last operation that each rank's own stream was to run.
+    /// The number of the last operation that was not for one launch: each rank's own stream works for it.
     apart: AtomicU64,
 }
 
 impl Arrivals {
-    /// Called when an operation is submitted, in the order of the numbers. Returns whether one launch folds it for all ranks. Where this is possible
-    /// (`may_be`), now and then each rank's stream runs an operation all the same, so that all words are written again. All ranks submit the same
-    /// operations, so they decide alike.
+    /// Called when an operation is submitted, in the order of the numbers. Returns whether one launch folds it for all ranks. `may_be`: whether one
+    /// could; after [`REFRESH`] operations without any other the answer is no all the same, so that each rank's stream can write all words again. All
+    /// ranks submit the same operations, so they decide alike.
     pub(crate) fn is_for_all(&self, number: u64, may_be: bool) -> bool {
         let is_for_all = may_be && number.wrapping_sub(self.apart.load(Ordering::Relaxed)) < REFRESH;
         if !is_for_all {
@@ -54,7 +54,7 @@ impl Arrivals {
     }
 
     /// A rank arrives. If it is the last of `size` ranks, and all have called the same, returns what all have brought, by rank. If they have not
-    /// called the same, nothing is launched: the ranks find out about it when they compare signatures on their links.
+    /// called the same, returns `None`, and nothing is launched: the ranks find out when they compare the signatures of their loans.
     pub(crate) fn arrives(&self, arrival: Arrival, size: usize) -> Option<Vec<Arrival>> {
         let mut here = self.here.lock();
         here.push(arrival);

@@ -12,15 +12,15 @@ use crate::types::Element;
 
 const DOING: &str = "copy between device buffers";
 
-/// Where from, and where to.
+/// The source of a copy, and its target.
 type Pair<T> = (DeviceBuf<T>, DeviceBuf<T>);
 
 impl<T: Element> DeviceBuf<T> {
     /// Copies another buffer of the same length into this one. It may be on another device.
     ///
     /// The copy is put on this buffer's stream, which first waits for what the other's stream holds now. Both buffers come
-    /// back once it is done: first the source, then this one. It also works between devices that do not reach each other's
-    /// memory: the driver then copies through the host's memory.
+    /// back once the copy is done: first the source, then this one. The devices need not reach each other's memory: if they
+    /// do not, the driver copies through the host's memory.
     ///
     /// ```
     /// use allstream::cuda::{Device, DeviceBuf, DeviceStream};
@@ -34,8 +34,8 @@ impl<T: Element> DeviceBuf<T> {
     /// ```
     ///
     /// # Errors
-    /// [`Failed`] with both: [`Error::Invalid`], the lengths differ, or one of the streams is being captured into a
-    /// graph; [`Error::Cuda`]; the cause for which a collective has failed, if the source's contents come from it.
+    /// [`Failed`], with both if the device cannot touch them any more: [`Error::Invalid`], the lengths differ, or one of the
+    /// streams is being captured; [`Error::Cuda`]; why a collective has failed, if the source's contents come from it.
     pub fn copy_from(self, from: DeviceBuf<T>) -> Transfer<(DeviceBuf<T>, DeviceBuf<T>)> {
         if from.len() != self.len() {
             let problem = format!("the source has {} elements, the target {}", from.len(), self.len());
@@ -59,8 +59,8 @@ impl<T: Element> DeviceBuf<T> {
     /// As [`copy_from`](Self::copy_from), but into new memory.
     ///
     /// # Errors
-    /// [`Failed`] with the buffer: [`Error::Invalid`], one of the streams is being captured into a graph;
-    /// [`Error::Cuda`], also if there is no memory for the copy; the cause for which a collective has failed, as there.
+    /// [`Failed`], with this buffer if the device cannot touch it any more: [`Error::Invalid`], one of the streams is being captured;
+    /// [`Error::Cuda`], also if there is no memory for the copy; why a collective failed, if this buffer's contents come from it.
     pub fn copy_to(self, stream: &DeviceStream) -> Transfer<(DeviceBuf<T>, DeviceBuf<T>), DeviceBuf<T>> {
         let fit = self.check().and_then(|()| refused_in_capture(stream, DOING));
         let made = fit.and_then(|()| DeviceBuf::raw(stream, self.len()));
@@ -77,7 +77,7 @@ impl<T: Element> DeviceBuf<T> {
     }
 }
 
-/// Makes `stream` wait for what the stream of `from` holds.
+/// Makes `stream` wait for what the stream of `from` holds now.
 fn line_up<T: Element>(from: &DeviceBuf<T>, stream: &DeviceStream) -> Result<(), Error> {
     if from.stream() == stream || from.is_empty() {
         return Ok(());
@@ -88,7 +88,7 @@ fn line_up<T: Element>(from: &DeviceBuf<T>, stream: &DeviceStream) -> Result<(),
     stream.wait_event(&from.stream().point()?)
 }
 
-/// Puts the copy on the target's stream, which waits for the source's already. The lengths are equal.
+/// Puts the copy on the target's stream, which has been made to wait for the source's. The lengths are equal.
 fn put<T: Element>(cuda: &Cuda, (from, to): &mut Pair<T>) -> Result<(), CudaError> {
     let (target, source, bytes) = (to.as_ptr(), from.as_ptr(), to.bytes());
     let raw = to.stream().0.raw();
@@ -96,11 +96,11 @@ fn put<T: Element>(cuda: &Cuda, (from, to): &mut Pair<T>) -> Result<(), CudaErro
         return Ok(());
     }
     if Arc::ptr_eq(&to.memory.context, &from.memory.context) {
-        // SAFETY: `bytes` bytes on both sides, of one context, in two buffers that nobody else has; both are held until
-        // the copy is done.
+        // SAFETY: both buffers have `bytes` bytes, in this one context. Nobody else has them, and this stream comes after
+        // what their streams held. `Transfer` holds both until the copy is done.
         return unsafe { cuda.memcpy_dtod_async(target, source, bytes, *raw) };
     }
     let contexts = (to.memory.context.raw(), from.memory.context.raw());
-    // SAFETY: as above; each address is of the context beside it, which its buffer keeps.
+    // SAFETY: as above, but in two contexts: each address is of the context beside it, which its buffer keeps.
     unsafe { cuda.memcpy_peer_async(target, contexts.0, source, contexts.1, bytes, *raw) }
 }

@@ -1,4 +1,4 @@
-//! The blocks of memory that the pool of a device has, and which parts of them are free. `pool.rs` gets pieces of them and gives blocks back.
+//! The blocks of memory that the pool of a device has, and which parts of them are free. `pool.rs` gets blocks from the driver and gives them back.
 //!
 //! A block is one `cuMemAlloc`: memory of the driver's own pools has no legacy IPC handle, and ignores peer access
 //! (`cuCtxEnablePeerAccess`). A piece that is freed while its streams still work is *pending*: each stream's work is
@@ -15,7 +15,7 @@ use super::handle::{Entered, Handle, is_not_yet, sleep_until};
 /// Pieces start at multiples of this, so that wide loads and rows of kernels are aligned. (`cuMemAlloc` itself aligns to 256
 /// bytes at least.)
 pub(super) const ALIGN: u64 = 512;
-/// A piece of a block. Not `Clone`: whoever has it owns the memory.
+/// A part of a block: its address `at` and length in `bytes`, and the address of the block. Not `Clone`: whoever has it owns the memory.
 #[derive(Debug, PartialEq)]
 pub(super) struct Piece {
     pub(super) block: u64,
@@ -23,13 +23,13 @@ pub(super) struct Piece {
     pub(super) bytes: u64,
 }
 
-/// A point that a stream (by its number) has still to reach.
+/// A point in a stream: the stream's number, and an event that was recorded there.
 pub(super) type Mark = (u64, CuEvent);
 
 pub(super) struct Pending {
     piece: Piece,
     after: Vec<Mark>,
-    /// Its place among all pieces that were freed with marks.
+    /// Its place, from 1 on, among all pieces that were freed with marks.
     number: u64,
 }
 
@@ -37,9 +37,9 @@ pub(super) struct Block {
     pub(super) bytes: u64,
     /// Address and length of each free range. No two of them touch.
     free: BTreeMap<u64, u64>,
-    /// No other block of this process ever has this number, while the driver uses addresses and handles again.
+    /// No other block of this process ever has this number. (The driver gives addresses and handles out again.)
     number: u64,
-    /// What other processes open it by.
+    /// The handle by which other processes open it, once one was asked for.
     handle: Option<CuIpcMemHandle>,
     /// As long as any of these lives, other processes may have it open.
     lent: Vec<Weak<()>>,
@@ -63,15 +63,15 @@ pub(super) fn new_number() -> u64 {
     NEXT.fetch_add(1, Ordering::Relaxed)
 }
 
-/// Where memory is, for other processes.
+/// What another process is told of memory, so that it can open it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Exported {
     /// The number of the block, or of another library's allocation, and where in it the memory begins.
     pub(crate) number: u64,
     pub(crate) offset: u64,
-    /// What the driver opens the block by.
+    /// The IPC handle by which the driver opens the block.
     pub(crate) handle: [u8; 64],
-    /// Where the whole block lies in the process that has it, and its length.
+    /// The address of the whole block in the process that has it, and its length.
     pub(crate) base: u64,
     pub(crate) bytes: u64,
 }
@@ -102,7 +102,7 @@ impl Pool {
         self.blocks.len()
     }
 
-    /// The smallest free range that is large enough; the lowest of those.
+    /// Takes a piece off the smallest free range that is large enough; if there are several, off the one with the lowest address.
     fn fit(&mut self, bytes: u64) -> Option<Piece> {
         let all = self.blocks.iter().flat_map(|(base, block)| block.free.iter().map(move |f| (*base, f)));
         let fitting = all.filter(|(_, (_, len))| **len >= bytes).min_by_key(|(_, (at, len))| (**len, **at));
@@ -131,7 +131,7 @@ impl Pool {
         block.free.insert(at, bytes);
     }
 
-    /// Takes back a piece that was given out. It is free once all marks are reached.
+    /// Takes back a piece that was given out. It is free once all marks in `after` are reached.
     pub(super) fn free(&mut self, piece: Piece, after: Vec<Mark>) {
         self.used -= piece.bytes;
         if after.is_empty() {
@@ -146,7 +146,7 @@ impl Pool {
     pub(super) fn is_pending(&self, handle: &Handle, freed: u64) -> Result<bool, CudaError> {
         let old = self.pending.iter().filter(|pending| pending.number <= freed);
         for (_, event) in old.flat_map(|pending| &pending.after) {
-            // SAFETY: an event of this context that `pending` alone has.
+            // SAFETY: an event of this context, which `pending` keeps.
             match unsafe { handle.cuda.event_query(*event) } {
                 Ok(()) => {}
                 Err(error) if is_not_yet(error.code) => return Ok(true),
@@ -156,7 +156,7 @@ impl Pool {
         Ok(false)
     }
 
-    /// A piece that may never be used again: nobody can tell whether the device still touches it.
+    /// Takes back a piece that is never to be used again, as nobody can tell whether the device still touches it.
     pub(super) fn lose(&mut self, piece: Piece) {
         self.used -= piece.bytes;
         self.lost += piece.bytes;
@@ -166,7 +166,7 @@ impl Pool {
     fn reap(&mut self, handle: &Handle) {
         for mut pending in std::mem::take(&mut self.pending) {
             pending.after.retain(|(_, event)| {
-                // SAFETY: an event of this context that `pending` alone has.
+                // SAFETY: an event of this context, which `pending` keeps.
                 let reached = unsafe { handle.cuda.event_query(*event) }.is_ok();
                 if reached {
                     handle.recycle(*event);
@@ -181,8 +181,8 @@ impl Pool {
         }
     }
 
-    /// The index of a pending piece that is large enough and whose marks are such that `suits` is true, and copies of these
-    /// marks. The events stay the piece's own: the part that is not cut off stays pending.
+    /// The index of the first pending piece that is large enough and whose marks `suits` accepts, and copies of these marks. The
+    /// piece keeps its events: the part of it that is not cut off stays pending.
     fn early(&mut self, bytes: u64, suits: impl Fn(&[Mark]) -> bool) -> Option<(usize, Vec<Mark>)> {
         let index = self.pending.iter().position(|p| p.piece.bytes >= bytes && suits(&p.after))?;
         Some((index, self.pending[index].after.clone()))
@@ -200,7 +200,7 @@ impl Pool {
         piece
     }
 
-    /// A piece that is free.
+    /// Takes a piece that is free.
     pub(super) fn take(&mut self, bytes: u64) -> Option<Piece> {
         let piece = self.fit(bytes)?;
         self.used += piece.bytes;
@@ -219,7 +219,7 @@ impl Pool {
         Some(self.cut(handle, index, bytes))
     }
 
-    /// A piece that streams still use: this stream is made to wait for them, the caller does not wait.
+    /// A piece that streams still use. `stream` is made to wait for them; the caller does not wait.
     pub(super) fn left(
         &mut self,
         handle: &Handle,
@@ -228,14 +228,14 @@ impl Pool {
     ) -> Result<Option<Piece>, CudaError> {
         let Some((index, after)) = self.early(bytes, |_| true) else { return Ok(None) };
         for (_, event) in after {
-            // SAFETY: a stream and a recorded event, both of this context; the caller holds the stream.
+            // SAFETY: a stream, which the caller keeps, and a recorded event, which the pending piece keeps; both are of this context.
             unsafe { handle.cuda.stream_wait_event(stream, event, 0) }?;
         }
         self.used += bytes;
         Ok(Some(self.cut(handle, index, bytes)))
     }
 
-    /// Names memory for other processes; its block stays as long as `keep` does. `None`: it is not of this pool.
+    /// Says how other processes open this memory. Its block is not given back as long as `keep` lives. `None`: the memory is not of this pool.
     pub(super) fn export(
         &mut self,
         cuda: &Cuda,
@@ -250,7 +250,7 @@ impl Pool {
         }
         let handle = match block.handle {
             Some(handle) => handle,
-            // SAFETY: the address of a block that `more` got and that has not been given back.
+            // SAFETY: in the context (`Entered`); the address of a block that `more` got and that has not been given back.
             None => *block.handle.insert(unsafe { cuda.ipc_get_mem_handle(*base) }?),
         };
         if !block.lent.iter().any(|known| known.ptr_eq(keep)) {
@@ -271,16 +271,16 @@ impl Pool {
         unused.iter().filter_map(|at| self.blocks.remove_entry(at)).collect()
     }
 
-    /// Gives everything back. Nobody has a piece any more.
+    /// Gives all blocks back to the driver, once streams are done with the pieces that are pending. Nobody has a piece any more.
     pub(super) fn close(&mut self, cuda: &Cuda, entered: &Entered<'_>, report: &dyn Fn(CudaError)) {
         for (_, event) in self.pending.drain(..).flat_map(|pending| pending.after) {
-            // SAFETY: an event that `pending` alone had.
+            // SAFETY: an event of the entered context, which `pending` has owned.
             unsafe { sleep_until(cuda, entered, event).and_then(|()| cuda.event_destroy(event)) }
                 .unwrap_or_else(report);
         }
         for at in std::mem::take(&mut self.blocks).into_keys() {
-            // SAFETY: an address that `more` got. The streams that used the block are done, as was waited for above. Where such a
-            // wait has failed, `cuMemFree` itself still waits for the device.
+            // SAFETY: an address that `more` got, and nobody has a piece there. Streams are done with the pending pieces, as was waited for
+            // above. For lost pieces, and where such a wait has failed, `cuMemFree` itself waits for the work that is on the device.
             unsafe { cuda.mem_free(at) }.unwrap_or_else(report);
         }
     }

@@ -23,12 +23,12 @@ use crate::types::{DType, Element};
 
 /// Memory on a CUDA device: `len` elements, initialised, that this buffer alone owns and that are used in the order of one stream.
 ///
-/// - *Order.* What is done with a buffer is put on its [`stream`](Self::stream), one thing after another, and so is work
-///   of other libraries on [`as_ptr`](Self::as_ptr); [`on`](Self::on) moves it to another stream.
-/// - *Dropping* it blocks nobody: the memory goes back to the device's pool once the stream has come to this point.
-/// - *Failure.* A buffer can be handed on before its collective is over ([`Ordered::in_order`](crate::Ordered::in_order)).
-///   If that collective fails, the contents are invalid: copies from the buffer and collectives refuse it with the cause,
-///   until a copy into it has written it anew.
+/// - *Order.* All work on a buffer, also that of other libraries at [`as_ptr`](Self::as_ptr), is in the order of its
+///   [`stream`](Self::stream); [`on`](Self::on) moves the buffer to another stream.
+/// - *Dropping* it does not wait for the stream: the memory goes back to the device's pool once the stream has come to this
+///   point. (If the driver cannot mark that point, the drop waits after all.)
+/// - *Failure.* A buffer can be handed on before its collective is over ([`Ordered::in_order`](crate::Ordered::in_order)). If
+///   that fails, copies from the buffer and collectives refuse it with the cause, until a copy into it has written it anew.
 /// - [`split`](Self::split) cuts it into buffers, each of which can be in flight by itself; [`join`](Self::join) puts them
 ///   together again.
 ///
@@ -46,7 +46,7 @@ use crate::types::{DType, Element};
 /// Collectives and messages take it as they take a `Vec`. They start after what its stream holds when they are called. On a
 /// communicator that is bound to devices, the devices or NCCL run what they can
 /// ([`Comm::bind_device`](crate::Comm::bind_device)). All else is staged through pinned host memory, in parts: a part that has
-/// come goes on while the rest is copied (`docs/adr/0015-devices.md`).
+/// been copied is sent on while the rest is still being copied (`docs/adr/0015-devices.md`).
 ///
 /// ```
 /// # async fn reduce(mut comm: allstream::Comm, grads: allstream::cuda::DeviceBuf<f32>) -> Result<(), allstream::Error> {
@@ -56,17 +56,17 @@ use crate::types::{DType, Element};
 /// ```
 pub struct DeviceBuf<T: Element> {
     pub(super) memory: Arc<Memory>,
-    /// Which of the memory's elements it has.
+    /// Which of the memory's elements the buffer has.
     pub(super) range: Range<usize>,
     stream: DeviceStream,
-    /// What its contents depend on.
+    /// The operations that its contents depend on.
     fate: Arc<Fate>,
-    /// Whether the drop of this buffer marks how far its stream has used the memory. Not if other buffers have taken its place.
+    /// Whether the drop of this buffer marks how far its stream has used the memory. `false`: there is none, or other buffers have taken its place.
     marks: bool,
     _elements: PhantomData<T>,
 }
 
-/// Memory of one buffer, or of several of which each has a part.
+/// Memory of one buffer, or of several: each of these has a part, or is an [alias](DeviceBuf::alias).
 pub(super) struct Memory {
     pub(super) context: Arc<Context>,
     pub(super) address: u64,
@@ -82,7 +82,7 @@ struct Last {
     source: Source,
     /// How far each stream has used the memory through buffers that are gone.
     marks: Vec<Mark>,
-    /// A stream could not be marked: nobody can tell when it is done.
+    /// Nobody can tell when the memory is free: a stream could not be marked, or a graph may use the memory.
     lost: bool,
 }
 
@@ -96,7 +96,7 @@ pub(super) enum Source {
 }
 
 impl Memory {
-    /// The stream with this number has used the memory up to `event`.
+    /// Notes that the stream with this number has used the memory up to `event`.
     fn mark(&self, id: u64, event: CuEvent) {
         let mut last = self.last.lock();
         match last.marks.iter_mut().find(|(known, _)| *known == id) {
@@ -194,8 +194,8 @@ impl<T: Element> DeviceBuf<T> {
     /// `len` elements of zero, on a stream.
     ///
     /// # Errors
-    /// [`Error::Cuda`]: there is no such memory, or the driver refuses to fill it. [`Error::Invalid`]: the stream is being captured into a
-    /// graph, or `len` elements are more bytes than a buffer can have.
+    /// [`Error::Cuda`]: the device does not have that much memory, or the driver refuses to fill it. [`Error::Invalid`]: the stream is being captured
+    /// into a graph, or `len` elements are more bytes than a buffer can have.
     pub fn zeroed(stream: &DeviceStream, len: usize) -> Result<DeviceBuf<T>, Error> {
         stream.refuse_capture(
             "DeviceBuf::zeroed",
@@ -203,15 +203,15 @@ impl<T: Element> DeviceBuf<T> {
              capture, or on another stream",
         )?;
         let buf = DeviceBuf::raw(stream, len)?;
-        // SAFETY: so many bytes of the pool's, which `buf` has alone and keeps in this stream's order.
+        // SAFETY: `buf` alone owns these bytes, which it got from the pool for use in this stream's order and returns in the same order.
         unsafe { stream.zero(buf.address(), buf.bytes()) }?;
         Ok(buf)
     }
 
     /// A copy of a host buffer, on a stream. The host buffer comes back beside it.
     ///
-    /// No call blocks, whatever the memory is. From a [`PinnedBuf`](super::PinnedBuf) the device copies by itself, at the full
-    /// speed of the bus; other memory is copied once more on the way, through pinned slices of 8 MB in all.
+    /// The call does not wait for the copy; only to allocate memory it may wait for the device. From a [`PinnedBuf`](super::PinnedBuf) the
+    /// device copies by itself, at the full speed of the bus; other memory is copied once more on the way, through at most 8 MiB of pinned memory.
     ///
     /// # Errors
     /// [`Failed`] with the host buffer: [`Error::Invalid`], it cannot be used as it is, or the stream is being captured into a
@@ -323,7 +323,7 @@ impl<T: Element> DeviceBuf<T> {
     /// Moves the buffer to the order of another stream of the device, which waits for what is on the old one now.
     ///
     /// # Errors
-    /// [`Failed`] with the buffer, where it was: [`Error::Invalid`], the stream is of another device; [`Error::Cuda`].
+    /// [`Failed`] with the buffer, still on its stream: [`Error::Invalid`], `stream` is of another device; [`Error::Cuda`].
     pub fn on(mut self, stream: &DeviceStream) -> Result<DeviceBuf<T>, Failed<DeviceBuf<T>>> {
         match self.follow(stream) {
             Ok(()) => {
@@ -346,7 +346,7 @@ impl<T: Element> DeviceBuf<T> {
         if self.stream == *stream { Ok(()) } else { stream.wait_event(&self.stream.point()?) }
     }
 
-    /// Another buffer of the same memory, in the order of the same stream. The caller sees to it that no element is in two buffers.
+    /// Another buffer of the same memory, in the order of the same stream. The caller sees to it that no element is in two buffers that are used.
     pub(super) fn sibling(&self, range: Range<usize>) -> DeviceBuf<T> {
         let fate = Fate::default();
         fate.depend_like(&self.fate);
@@ -359,7 +359,7 @@ impl<T: Element> DeviceBuf<T> {
         DeviceBuf { memory, range, stream, fate, marks, _elements: PhantomData }
     }
 
-    /// The same buffer once more, for an operation in the order of its stream, while the caller keeps this one.
+    /// A second buffer of the same elements, for an operation that their stream is made to wait for, while the caller keeps this one.
     pub(crate) fn alias(&self) -> DeviceBuf<T> {
         self.with_fate(self.range.clone(), self.fate.clone())
     }
@@ -369,12 +369,12 @@ impl<T: Element> DeviceBuf<T> {
         others.iter().for_each(|other| self.fate.depend_like(&other.fate));
     }
 
-    /// An error if the contents are invalid: the cause for which a collective has failed that was to write them.
+    /// An error if the contents are invalid: the cause for which the collective that was to write them has failed.
     pub(super) fn check(&self) -> Result<(), Error> {
         self.fate.check()
     }
 
-    /// All of it was written anew: its contents do not depend on earlier operations any more.
+    /// Notes that all of the buffer was written anew: its contents no longer come from earlier operations ([`Fate::written_anew`]).
     pub(super) fn overwritten(&mut self) {
         self.fate = Arc::new(self.fate.written_anew());
     }
@@ -392,7 +392,7 @@ impl<T: Element> DeviceBuf<T> {
 /// A host buffer, and the device buffer that gets its values.
 type Upload<H, T> = (H, DeviceBuf<T>);
 
-/// Copies to the device, in the order of the buffer's stream. Their lengths are equal.
+/// Copies the host buffer to the device buffer, which is as long, in the order of the latter's stream.
 fn upload<T: Element, H: HostMemory<Elem = T>, F: Send + 'static>(
     (mut host, buf): Upload<H, T>,
     settle: Settle<Upload<H, T>, Upload<H, T>, F>,
@@ -411,7 +411,7 @@ pub(super) fn settle<K>(result: Result<(), Error>, held: Option<K>) -> Result<K,
 /// A device buffer, and the buffer that gets its values.
 type Download<T, H> = (DeviceBuf<T>, H);
 
-/// The outcome of a copy from a device buffer. The stream has passed what the contents depend on, so a failure of that is known by now.
+/// The outcome of a copy from a device buffer. The stream has passed the operations that the contents depend on, so it is known whether one failed.
 pub(super) fn settle_from<T: Element, H>(
     result: Result<(), Error>,
     held: Option<Download<T, H>>,
@@ -423,7 +423,7 @@ pub(super) fn settle_from<T: Element, H>(
     }
 }
 
-/// The same for a copy to the host. Bools are checked before anyone uses them, also after a failure, when some may have come.
+/// The same for a copy to the host. Bools are checked before anyone uses them, also after a failure, when a part may have been copied.
 fn settle_on_host<T: Element, H: HostMemory<Elem = T>>(
     result: Result<(), Error>,
     held: Option<Download<T, H>>,
@@ -439,7 +439,7 @@ fn settle_on_host<T: Element, H: HostMemory<Elem = T>>(
         // the buffers would not have come back (`held` would be `None`).
         && let Some(problem) = unsafe { check_bools(host.ptr_mut().cast(), host.count()) }
     {
-        let problem = format!("{problem}: a kernel has written it on the device, or another rank");
+        let problem = format!("{problem}: a kernel on the device, or another rank, has written it");
         settled = settled.and_then(|both| {
             Err(Failed { buf: Some(both), error: Error::invalid(Direction::ToHost.doing(), problem) })
         });
@@ -451,8 +451,8 @@ pub(super) fn lost(result: Result<(), Error>) -> Error {
     result.err().unwrap_or_else(|| Error::system("finish a copy", "its buffers are gone (a bug)"))
 }
 
-// SAFETY: the memory is the buffer's alone (`memory`, `range`) and stays in place when the buffer moves; it is in the order of
-// the stream that `location` names. Foreign owners promise the same (`from_foreign`).
+// SAFETY: the memory is the buffer's alone (`memory`, `range`; an `alias` is used in stream order) and stays in place when the buffer moves. It is
+// used, and goes back to the pool, in the order of the stream that `location` names. Foreign owners promise the same (`from_foreign`).
 unsafe impl<T: Element> Buf for DeviceBuf<T> {
     type Elem = T;
     fn len(&self) -> usize {

@@ -2,8 +2,8 @@
 //!
 //! The driver may wait for all that is on the device before it takes memory back (`cuMemFree`, `cuMemFreeHost`,
 //! `cuMemHostUnregister`, `cuIpcCloseMemHandle`). The thread that drops the last handle of something may be one that others wait for:
-//! the one that sees device work end, or one that drives a communicator. So such calls are left to this thread. It holds no lock
-//! during a call, and others wait for it only with a time limit.
+//! the one that sees device work end, or one that drives a communicator. So such calls are left to the thread of this module. It holds
+//! no lock of the engine's during such a call, and others wait for it only with a time limit.
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -16,21 +16,21 @@ use crate::forked;
 
 type Job = Box<dyn FnOnce() + Send>;
 
-/// How many jobs are due and not done yet: things on their way back to the driver.
+/// How many jobs that were due at once are not done yet: mostly they give things back to the driver.
 static PENDING: AtomicUsize = AtomicUsize::new(0);
 
 /// How many of our threads, of their jobs and of the events that are watched may still call the driver.
 static BUSY: AtomicUsize = AtomicUsize::new(0);
 
-/// How many communicators exist that are bound to a device or own a communicator of a library. One of our threads drops each some time after
-/// it was closed, and makes many calls of the driver as it does so.
+/// How many communicators exist that are bound to a device, plus how many communicators of a library. One of our threads drops each of them some
+/// time after it was closed, and makes many calls of the driver as it does so.
 static OPEN: AtomicUsize = AtomicUsize::new(0);
 
-/// How many threads wait in [`settle`], or at the process's end. As long as there is one, no job waits for its time: a communicator that was closed
-/// a moment before gives its pinned memory back only now, and the wait would otherwise last until that memory had been kept for a second.
+/// How many threads wait in [`settle`], or at the process's end. As long as there is one, each job is done at once, whatever its time: otherwise,
+/// where a communicator was closed a moment before, the wait would last until its pinned memory had been kept for a second.
 static SETTLING: AtomicUsize = AtomicUsize::new(0);
 
-/// As long as one of these exists, [`settle`] waits. A job that starts another job keeps its own until the other job has one.
+/// [`settle`] waits as long as one exists that counts in [`BUSY`] or [`OPEN`]. A job that starts another job keeps its own until that job has one.
 pub(crate) struct Busy(&'static AtomicUsize);
 
 impl Busy {
@@ -60,18 +60,18 @@ impl Drop for Busy {
 enum Order {
     /// Do this job, not before this time.
     Do(Instant, Job),
-    /// Do all jobs that it was told before, without waiting for their times.
+    /// Do all jobs that were ordered before, without waiting for their times.
     Hurry,
 }
 
 static THREAD: OnceLock<Option<Sender<Order>>> = OnceLock::new();
 
-/// Drops `thing` on that thread; on this one if the system could not start that thread.
+/// Drops `thing` on the chores thread; on this one if the system could not start that thread.
 pub(crate) fn drop_later(thing: impl Any + Send) {
     later(Duration::ZERO, move || drop(thing));
 }
 
-/// Does `job` on that thread once `after` is over, or earlier if somebody [settles](settle). If the system could not start that thread: here and now.
+/// Has the chores thread do `job` once `after` is over, or earlier if somebody [settles](settle). If there is no such thread, does it here and now.
 pub(super) fn later(after: Duration, job: impl FnOnce() + Send + 'static) {
     let thread = THREAD.get_or_init(|| {
         let (sender, orders) = channel();
@@ -105,7 +105,7 @@ pub(super) fn later(after: Duration, job: impl FnOnce() + Send + 'static) {
 ///
 /// Memory that is kept for the next operations stays with its device, and is no reason to wait.
 pub fn settle(patience: Duration) -> bool {
-    // In this order: what ends goes from those that are open to those that are busy.
+    // `OPEN` is read first: what ends counts in `BUSY` before it stops counting in `OPEN`.
     wait(patience, || OPEN.load(Ordering::Acquire) + BUSY.load(Ordering::Acquire) == 0)
 }
 
@@ -126,7 +126,7 @@ fn wait(patience: Duration, is_over: impl Fn() -> bool) -> bool {
 }
 
 /// From now on the process, when it ends, first waits for the calls of the driver that our threads make. The system calls exit functions in the
-/// reverse order of their registration. So call this after the first use of a library that registers its own, as the driver and NCCL do.
+/// reverse order of their registration. So this is to be called after the first use of each library that registers its own (the driver, NCCL).
 pub(crate) fn end_before_libraries() {
     unsafe extern "C" {
         safe fn atexit(function: extern "C" fn()) -> std::ffi::c_int;
@@ -139,7 +139,7 @@ pub(crate) fn end_before_libraries() {
 }
 
 extern "C" fn at_exit() {
-    /// A program that leaves communicators open does not expect to wait for them.
+    /// Short, as a program that leaves communicators open does not expect to wait for them.
     const OF_OPEN: Duration = Duration::from_millis(200);
     const OF_ENDING: Duration = Duration::from_secs(2);
     if !forked::is_forked() && !settle(OF_OPEN) {
@@ -147,8 +147,8 @@ extern "C" fn at_exit() {
     }
 }
 
-/// Waits until everything is given back that was due to be given back before this call, but not for longer than `patience`. Returns
-/// whether there was anything and all of it is given back now.
+/// Waits until all jobs are done that were due at once and ordered before this call, but not for longer than `patience`. Returns
+/// whether there were any and all of them are done now.
 pub(super) fn give_back(patience: Duration) -> bool {
     if PENDING.load(Ordering::Relaxed) == 0 {
         return false;
@@ -173,7 +173,7 @@ fn work(orders: &Receiver<Order>) {
             None => orders.recv().map_err(RecvTimeoutError::from),
         };
         match order {
-            // A thread that settles raises `SETTLING` before it sends `Hurry`, so a job that comes behind that order finds it raised.
+            // A thread that settles raises `SETTLING` before it sends `Hurry`: so when a job comes after that order, it is seen raised here.
             Ok(Order::Do(at, job)) => {
                 waiting.push((if SETTLING.load(Ordering::Acquire) > 0 { Instant::now() } else { at }, job))
             }

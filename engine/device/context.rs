@@ -25,7 +25,7 @@ use crate::error::Error;
 /// When the driver has no more memory to pin: how long to wait for pinned memory that is on its way back to the driver.
 const SETTLE: Duration = Duration::from_secs(1);
 
-/// At most so many streams of a device wait for events on the host's behalf at a time; for further events the host asks the driver now and then.
+/// At most so many streams of a device wait for events on the host's behalf at a time; about further events the host asks the driver now and then.
 const NOTIFIERS: usize = 16;
 /// So many of these streams are made when the first communicator is bound to the device; from then on no more are made.
 const AHEAD: usize = 4;
@@ -80,10 +80,10 @@ impl Context {
         })
     }
 
-    /// A stream that is to wait for an event on the host's behalf, if one can be had. None can while a stream waits for work that may
-    /// not be on a stream yet: the event may be behind that work, and the result would then hold up other streams (`queues.rs`).
+    /// A stream that is to wait for an event on the host's behalf, if one can be had. None is given while any stream waits for work that may not
+    /// be on a stream yet: the event may be behind that wait, and a stream that waits for it could then hold up others (`queues.rs`).
     pub(super) fn notifier(&self, entered: &Entered<'_>) -> Option<CuStream> {
-        // Whoever holds this lock is about to make a stream wait.
+        // If the lock is taken, its holder may be about to make a stream wait.
         if !self.ways.try_lock().is_some_and(|mut ways| ways.is_quiet()) {
             return None;
         }
@@ -111,7 +111,7 @@ impl Context {
             }
             notifiers.made += 1;
         }
-        // SAFETY: in this context (`Entered`); destroyed in `drop`.
+        // SAFETY: in this context (`Entered`). Whoever gets the stream gives it back to `idle`, and `drop` destroys it.
         let stream = unsafe { self.cuda.stream_create_with_priority(CU_STREAM_NON_BLOCKING, 0) };
         if stream.is_err() {
             self.notifiers.lock().made -= 1;
@@ -143,7 +143,7 @@ impl Context {
     pub(super) fn synchronize_copies(&self) -> Result<(), Error> {
         let Some(Way { raw: stream, .. }) = self.copies_way() else { return Ok(()) };
         self.call("wait for copies", |cuda| {
-            // SAFETY: the stream is destroyed only with `self`, also if copies have gone on with another one.
+            // SAFETY: `self` keeps the stream. If copies have moved to another one, this one is a spare stream, which only a line may take.
             unsafe { cuda.stream_synchronize(stream) }
         })
     }
@@ -152,9 +152,9 @@ impl Context {
     pub(super) fn pin(&self, bytes: usize, what: &str) -> Result<*mut c_void, Error> {
         let pin = || {
             self.call(&format!("pin {bytes} bytes of host memory{what}"), |cuda| {
-                // For all devices, and with an address for them: streams write words there (`signal.rs`).
+                // Pinned for all devices, and mapped so that they have an address for it: streams write words there (`signal.rs`).
                 let flags = CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP;
-                // SAFETY: a context is current (`call`); whoever gets the memory frees it.
+                // SAFETY: this context is current (`call`); whoever gets the memory frees it.
                 unsafe { cuda.mem_host_alloc(bytes, flags) }
             })
         };
@@ -162,8 +162,8 @@ impl Context {
         pin().or_else(|error| if self.unpin_idle() { pin() } else { Err(error) })
     }
 
-    /// Gives pinned memory that nobody uses back to the driver, and waits a while for what is on its way back. Returns whether there
-    /// was any.
+    /// Gives pinned memory that nobody uses back to the driver, and waits for what is on its way back, at most [`SETTLE`]. Returns whether any
+    /// was given back.
     pub(super) fn unpin_idle(&self) -> bool {
         let idle = self.pinned.lock().take_all();
         let any = !idle.is_empty();
@@ -178,7 +178,7 @@ impl Context {
         blocks.into_iter().for_each(|block| unpin(self.cuda, block, &report));
     }
 
-    /// `is_free`: the work that it waited for is over. If not, it is taken again only when there is no other.
+    /// Takes a notifier back. `is_free`: what it waited for is over. If that is not so, it is used again only when there is no other.
     pub(super) fn give_back(&self, notifier: CuStream, is_free: bool) {
         let idle = &mut self.notifiers.lock().idle;
         let last = if is_free { idle.len() } else { 0 };

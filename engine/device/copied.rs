@@ -1,8 +1,7 @@
 //! Buffers of other libraries that the other ranks' devices cannot touch: the operation works on copies of them.
 //!
 //! The copies are memory of the pool, which every rank's device can touch. They are made on the rank's stream, behind what the buffers'
-//! streams hold; results are copied back there before the operation's end. So this is a rank's own matter: the other ranks see an operation
-//! on the device like any other, and need not agree on it.
+//! streams hold; results are copied back there before the operation's end. So it is a rank's own matter, which the others need not know.
 
 use super::stream::DeviceStream;
 use super::workspace::Workspace;
@@ -19,7 +18,7 @@ pub struct DeviceCopies {
     pub buffers: u64,
     /// The sum of their lengths, in bytes.
     pub bytes: u64,
-    /// Why the last of them could not be read where it was, and what to do where copies are not wanted.
+    /// Why the last of them could not be read where it was, and what to do if no copies are wanted.
     pub why: String,
 }
 
@@ -28,17 +27,17 @@ pub(crate) struct Copied {
     theirs: u64,
     ours: u64,
     bytes: usize,
-    /// `fill`: whether the operation reads the buffer, or leaves some of its values as they are. `back`: whether it writes to the buffer.
+    /// `fill`: whether the operation reads the buffer, or may leave some of its values as they are. `back`: whether it writes to the buffer.
     fill: bool,
     back: bool,
     memory: Workspace,
 }
 
 impl Copied {
-    /// Gets memory for the copy of a buffer, for use in the order of the rank's stream.
+    /// Gets memory for the copy of a buffer of `bytes` bytes at `theirs`, for use in the order of the rank's stream.
     ///
     /// # Errors
-    /// There is no such memory.
+    /// There is not that much memory.
     pub(crate) fn new(
         stream: &DeviceStream,
         theirs: u64,
@@ -56,12 +55,12 @@ impl Copied {
         self.ours
     }
 
-    /// A command: copies the buffer, if that is needed. The rank's stream already waits for what the buffer's stream held at the call.
+    /// Called in a command: copies the buffer, if that is needed. The rank's stream already waits for what the buffer's stream held at the call.
     pub(super) fn fill(&self, stream: &DeviceStream) -> Result<(), Error> {
         if self.fill { self.copy(stream, self.theirs, self.ours) } else { Ok(()) }
     }
 
-    /// A command: copies the results back, if there are any. The rest of the operation is on the stream by now.
+    /// Called in a command: copies the results back, if there are any. The rest of this rank's work for the operation is on the stream by now.
     pub(super) fn put_back(&self, stream: &DeviceStream) -> Result<(), Error> {
         if self.back { self.copy(stream, self.ours, self.theirs) } else { Ok(()) }
     }
@@ -73,9 +72,10 @@ impl Copied {
 
     fn copy(&self, stream: &DeviceStream, from: u64, to: u64) -> Result<(), Error> {
         stream.0.context.call(DOING, |cuda| {
-            // SAFETY: both memories have `bytes` bytes. One is the workspace's; the other is the buffer's, which the in-flight table owns until
-            // the stream has passed the operation's end. This stream waits for what the buffer's stream held at the call. Whoever uses the buffer
-            // afterwards, the host or a stream that joins the operation, waits for the operation's end.
+            // SAFETY: both memories have `bytes` bytes. One is the workspace's, used in this stream's order. The other is the buffer's, which the
+            // in-flight table owns until this stream has passed the operation's end; this stream waits for what the buffer's stream held at the call.
+            // A stream that joins the operation waits for that end. After a failure the buffer's stream is made to wait for this stream, or the
+            // buffer comes back only once this stream is quiet (`Binding::is_touched`).
             unsafe { cuda.memcpy_dtod_async(to, from, self.bytes, *stream.0.raw()) }
         })
     }

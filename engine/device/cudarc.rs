@@ -119,7 +119,7 @@ fn enter<T: Element>(slice: &mut CudaSlice<T>) -> Result<(DeviceStream, u64), Er
             call: "cudarc".into(),
             code: error.0 as i32,
             name: format!("{:?}", error.0),
-            problem: "cudarc had kept this error of an earlier call, or of making the slice's stream wait"
+            problem: "cudarc had kept this error from an earlier call, or it failed to make the slice's stream wait"
                 .into(),
             members: Members::default(),
         });

@@ -32,7 +32,7 @@ fn change(change: impl FnOnce(&mut Here)) {
 }
 
 fn leave(of: Retained) {
-    // SAFETY: pops what was pushed on this thread (`Held` cannot go to another thread, and nobody else pops ours).
+    // SAFETY: pops what `Held` pushed on this thread: a `Held` cannot go to another thread, and other code pops only what it pushed itself.
     if let Err(error) = unsafe { of.cuda.ctx_pop_current() } {
         warn(of.ordinal, "leave a device, which stays current on this thread", &error);
     }

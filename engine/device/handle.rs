@@ -49,7 +49,7 @@ pub(super) struct Handle {
     pub(super) uuid: [u8; 16],
     /// Events of [`mark`](Self::mark) that were given back, to be recorded again.
     events: Mutex<Vec<CuEvent>>,
-    /// The same of [`mark_for_host`](Self::mark_for_host).
+    /// The same for [`mark_for_host`](Self::mark_for_host).
     bells: Mutex<Vec<CuEvent>>,
     /// The most blocks with which a kernel is launched.
     pub(super) max_ctas: u32,
@@ -75,18 +75,18 @@ impl Handle {
     pub(super) fn new(ordinal: usize) -> Result<Handle, Error> {
         let cuda = cuda()?;
         let tell = |error| told(ordinal, "open it", error);
-        // SAFETY: asks for a number.
+        // SAFETY: asks for a number; `cuda()` has initialised the driver.
         let count = unsafe { cuda.device_get_count() }.map_err(tell)?;
         let index = i32::try_from(ordinal).ok().filter(|index| *index < count).ok_or_else(|| {
             let problem =
                 format!("there is no device {ordinal}, this process sees {count} (CUDA_VISIBLE_DEVICES)");
             Error::invalid("Device::new", problem)
         })?;
-        // SAFETY: the index is of a device.
+        // SAFETY: the index was checked against the number of devices.
         let device = unsafe { cuda.device_get(index) }.map_err(tell)?;
         let name = cuda.device_name(device).map_err(tell)?;
         let uuid = uuid(cuda, device).map_err(tell)?;
-        // SAFETY: as above.
+        // SAFETY: the driver gave the device.
         let multiprocessors =
             unsafe { cuda.device_get_attribute(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, device) };
         let max_ctas = max_ctas(multiprocessors.map_err(tell)?.unsigned_abs())?;
@@ -132,7 +132,7 @@ impl Handle {
         if can.map_err(|error| self.tell(&doing, error))? == 0 {
             return Ok(false);
         }
-        // SAFETY: both contexts are retained, as long as `self` and `other` are.
+        // SAFETY: `self` and `other` keep their contexts retained.
         let enabled =
             self.enter().and_then(|_entered| unsafe { self.cuda.ctx_enable_peer_access(other.context, 0) });
         match enabled {
@@ -149,14 +149,14 @@ impl Handle {
         Ok(Entered { _held, _relaxed: Some(relaxed(self.cuda)), _here: PhantomData })
     }
 
-    /// The same, but only for calls that put something on a stream or record an event there. Such calls break no capture of another stream.
+    /// The same, for calls that break no capture anyway: they put work on a stream, record an event or ask about a capture, or the thread is relaxed.
     pub(super) fn enter_plainly(&self) -> Result<Entered<'_>, CudaError> {
         // SAFETY: as in `enter`.
         let _held = unsafe { Held::new(self.retained()) }?;
         Ok(Entered { _held, _relaxed: None, _here: PhantomData })
     }
 
-    /// The same as [`enter`](Self::enter), for calls of other libraries, which may make another context the thread's current one meanwhile.
+    /// The same as [`enter`](Self::enter), for calls of other libraries, which may make another context the thread's current one and leave it so.
     pub(super) fn enter_apart(&self) -> Result<Entered<'_>, CudaError> {
         // SAFETY: as in `enter`.
         let _held = unsafe { Held::apart(self.retained()) }?;
@@ -296,7 +296,7 @@ impl Drop for Handle {
     fn drop(&mut self) {
         super::current::forget(self.context);
         let _relaxed = relaxed(self.cuda);
-        // SAFETY: retained in `new`. All that was made in the context is destroyed by now, or the driver drops it with the context.
+        // SAFETY: retained in `new`, and released once. Nobody uses what was made in it any more: each such thing has kept the `Context`.
         unsafe { self.cuda.device_primary_ctx_release(self.device) }
             .unwrap_or_else(|error| warn(self.ordinal, "close the device", &error));
     }

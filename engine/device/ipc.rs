@@ -1,12 +1,12 @@
 //! Device memory that processes share (CUDA IPC).
 //!
 //! A block here is one allocation of the driver's, made by the pool or by another library (`allocations.rs`). Other processes open a
-//! block by its name ([`Exported`]). The driver does not open a block in the process that allocated it, and wants each block opened only
-//! once in a process. So the ranks of a process share the blocks that they have open.
+//! block by its name ([`Exported`]). The driver does not open a block in the process that allocated it. A block is opened only once in each
+//! context of another process, and the ranks that use the context share it.
 //!
 //! Another library may free its allocation while it is still open here. Nobody reads the allocation then, as a buffer goes back to its
 //! owner only when all ranks are done with it. But as long as this process has a freed block open, the driver opens no newer block that
-//! lies at the same addresses.
+//! lies at the same addresses. So the freed block is closed before the newer one is opened.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -90,20 +90,20 @@ impl Opening {
 }
 
 impl Import {
-    /// Closes the block. No stream uses it any more. A second call does nothing.
+    /// Closes the block, which no stream uses any more. A second call does nothing.
     fn close(&self) {
         if self.is_open.swap(false, Ordering::AcqRel) {
             self.context.close("close memory of another process", |cuda| {
-                // SAFETY: `Import::open` opened the block, and it is closed only once (`is_open`). If `drop` calls this, whoever dropped
-                // the import has waited for the streams that used the block (`retire`). If `close_freed` does, the block's owner has freed
-                // the block, which it can do only when the streams of all ranks are done with it.
+                // SAFETY: `Import::open` opened the block, and it is closed only once (`is_open`). If `drop` calls this, no stream uses the
+                // block: whoever put work on it kept the import until the stream was past that (`retire`). If `close_freed` calls it, the
+                // owner has freed the block, which it may do only when the streams of all ranks are done with it.
                 unsafe { cuda.ipc_close_mem_handle(self.base) }
             });
         }
     }
 
-    /// Closes the older blocks of the same process that lie where its new block `key` lies: the process has freed them. The driver may wait
-    /// for the device meanwhile.
+    /// Closes the older blocks of the same process that lie where its newer block `key` lies, as the process must have freed them. The driver
+    /// may wait for the device meanwhile.
     fn close_freed(key: BlockKey, (start, bytes): (u64, u64)) {
         let is_freed = |open: &BlockKey, (other, length): (u64, u64)| {
             // Whoever opens a block takes the locks of older blocks only, so no two threads wait for each other.
@@ -143,13 +143,13 @@ impl Import {
         Import::close_freed(key, theirs);
         let import = context.call("open memory of another process", |cuda| {
             let handle = CuIpcMemHandle(name.handle);
-            // SAFETY: the device's context is current. The driver checks the bytes of a handle, whatever they are. The import closes
-            // what is opened.
+            // SAFETY: the device's context is current (`call`). The driver checks the bytes of a handle, whatever they are. The import
+            // closes what is opened.
             let base = unsafe { cuda.ipc_open_mem_handle(handle, CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS) }?;
             let is_open = AtomicBool::new(true);
             let mut import = Import { context: context.clone(), base, bytes: 0, is_open };
             let (mut start, mut bytes) = (0, 0_usize);
-            // SAFETY: an address that the driver gave; room for both answers.
+            // SAFETY: the driver gave the address; `start` and `bytes` are room for both answers.
             unsafe { cuda.mem_get_address_range(&raw mut start, &raw mut bytes, base) }?;
             import.bytes = (bytes as u64).saturating_sub(base.saturating_sub(start));
             Ok(import)
@@ -240,10 +240,10 @@ impl DeviceStream {
             return Ok(Ok(()));
         }
         let tell = |error| context.tell("look for the device of another process", error);
-        // SAFETY: asks for a number.
+        // SAFETY: only asks for a number; the driver is initialised, as there is a context.
         let count = unsafe { context.cuda.device_get_count() }.map_err(tell)?;
         for index in 0..count {
-            // SAFETY: the index is of a device.
+            // SAFETY: `index` is less than the number of devices.
             let device = unsafe { context.cuda.device_get(index) }.map_err(tell)?;
             if uuid(context.cuda, device).map_err(tell)? != other {
                 continue;

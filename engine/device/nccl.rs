@@ -1,6 +1,6 @@
-//! NCCL as a library that takes collectives on a device's memory whole ([`Whole`]).
+//! NCCL as a [`Whole`]: the engine hands it complete collectives on device memory, and NCCL moves and combines the data by itself.
 //!
-//! A call of NCCL may return before all of its work is on the stream ([`Standing::InProgress`]). Until then nobody puts anything else on
+//! A call of NCCL may return before all of its work is on the stream ([`Standing::InProgress`]). Until then the engine puts no other operation on
 //! that stream. NCCL also keeps the `CUstream` that it was called with, so `Comm::bind_nccl` makes a stream whose `CUstream` never changes.
 
 mod varied;
@@ -25,12 +25,12 @@ use crate::forked;
 use crate::mem::Witness;
 use crate::types::{DType, Kind, Rank, ReduceOp};
 
-/// How long a communicator that nobody needs any more may take to end in peace.
+/// How long an NCCL communicator that nobody needs any more may take to finalize; after that it is aborted.
 const FINALIZE: Duration = Duration::from_secs(2);
 
-/// NCCL's own variable that allows several ranks to share one device.
+/// NCCL's own environment variable, which allows several ranks to share one device.
 pub(crate) const LEAVE_TO_SHARE: &str = "NCCL_MULTI_RANK_GPU_ENABLE";
-/// The first version of NCCL that looks at it: 2.30, as NCCL numbers it.
+/// The first version of NCCL that reads this variable: 2.30, as NCCL numbers it.
 const SHARING: i32 = 23000;
 
 /// NCCL, NVIDIA's library of collectives, as this process has loaded it.
@@ -43,8 +43,8 @@ pub struct NcclFound {
     pub version: String,
 }
 
-/// The NCCL of this process. It is loaded when this or [`Comm::bind_nccl`](crate::Comm::bind_nccl) is first called; the documentation of
-/// the latter says where it is looked for.
+/// The NCCL of this process. The first call of this function, or the first binding by NCCL, loads it, and later calls get the same answer.
+/// [`Comm::bind_nccl`](crate::Comm::bind_nccl) documents where it is looked for.
 ///
 /// ```
 /// match allstream::cuda::nccl() {
@@ -79,7 +79,7 @@ impl NcclLibrary {
         })
     }
 
-    /// An error of NCCL's as one of ours. It names the file, since other hosts may have NCCL in another file.
+    /// Turns an error of NCCL's into an [`Error`], which names NCCL's file, since other hosts may have loaded another file.
     fn told(self, rank: Rank, error: &NcclError) -> Error {
         Error::library(format!("{} ({})", self.name(), self.0.file()), rank, error.to_string())
     }
@@ -115,8 +115,8 @@ impl Library for NcclLibrary {
             self.0.init(size, &NcclUniqueId(*id), rank as i32)
         })?;
         let comm = made.map_err(|error| self.told(rank, &error))?;
-        // By now NCCL has used its own copy of CUDA's runtime, which tears itself down when the process ends. The process is to wait, before
-        // that, for our threads that still call NCCL or the driver.
+        // By now NCCL has used its own copy of CUDA's runtime, which has registered a function that tears it down when the process ends. Ours is
+        // registered after that one, so it runs first: it waits for the engine's threads that still call NCCL or the driver.
         static ONCE: Once = Once::new();
         ONCE.call_once(end_before_libraries);
         let (comm, kept) = (Arc::new(Mutex::new(Some(comm))), Mutex::default());
@@ -139,7 +139,7 @@ impl Library for NcclLibrary {
     }
 }
 
-/// How long an error of NCCL's that says only that CUDA has failed is held back, so that the driver's own error comes first.
+/// How long a waiting operation does not report an NCCL error that says only that CUDA has failed, so that the driver's own error comes first.
 const DRIVER_FIRST: Duration = Duration::from_millis(200);
 
 /// One rank's end of a communicator of NCCL's.
@@ -147,15 +147,15 @@ struct NcclEnd {
     library: NcclLibrary,
     name: String,
     place: (Rank, usize),
-    /// The rank's stream. It is kept because NCCL may still use it.
+    /// The rank's stream, kept until the communicator has ended: NCCL keeps its `CUstream`.
     stream: DeviceStream,
-    /// The communicator, until it is aborted or dropped. Whoever passes it to NCCL holds this lock during the call, which may block as
-    /// long as the driver does.
+    /// The communicator. A thread that uses it holds this lock during its call of NCCL, which may block as long as the driver does. A thread
+    /// that ends it first takes it out.
     comm: Arc<Mutex<Option<NcclComm>>>,
     is_aborted: AtomicBool,
-    /// The copies of inputs that a call needs, until all of the call is on the stream.
+    /// The copies of inputs that the last call reads, until all of that call is on the stream.
     kept: Mutex<Vec<DeviceBuf<u8>>>,
-    /// Whether the abort has succeeded. If it failed, this stays false.
+    /// Whether the communicator was aborted with success.
     quiet: Arc<AtomicBool>,
     /// When NCCL first said that CUDA has failed.
     cuda_failed: OnceLock<Instant>,
@@ -163,7 +163,7 @@ struct NcclEnd {
 }
 
 impl NcclEnd {
-    /// Calls NCCL with the communicator.
+    /// Calls NCCL with the communicator. Fails if that was aborted.
     fn with<T>(&self, call: impl FnOnce(NcclComm) -> Result<T, NcclError>) -> Result<T, Error> {
         let comm = self.comm.lock();
         call(self.there(*comm)?).map_err(|error| self.library.told(self.place.0, &error))
@@ -175,7 +175,7 @@ impl NcclEnd {
         comm.filter(|_| !self.is_aborted.load(Ordering::Acquire)).ok_or_else(aborted)
     }
 
-    /// Makes calls of NCCL on a stream, all in one group of NCCL's.
+    /// Calls NCCL with the communicator and a stream: all of `calls` between `ncclGroupStart` and `ncclGroupEnd`.
     fn in_group(
         &self,
         stream: &DeviceStream,
@@ -193,7 +193,7 @@ impl NcclEnd {
 
     /// What NCCL says of the communicator's state. The caller holds the communicator's lock, and has seen that the communicator is there.
     fn asked(&self, comm: NcclComm) -> Result<NcclResult, Error> {
-        // SAFETY: the caller holds the communicator's lock during the call, and has seen that the communicator is there.
+        // SAFETY: the caller has found the communicator under its lock, and holds the lock during the call. Who ends it takes it out under that lock.
         unsafe { self.library.0.async_error(comm) }.map_err(|error| {
             if error.code == NcclResult::UNHANDLED_CUDA_ERROR {
                 self.cuda_failed.get_or_init(Instant::now);
@@ -202,8 +202,8 @@ impl NcclEnd {
         })
     }
 
-    /// How many elements of a piece's input have to be copied to memory of ours; 0: none. That is so in two cases: the input is to be
-    /// scaled and the output is no place for the scaled input, or the results would overwrite the input before NCCL has read it.
+    /// How many elements of a piece's input have to be copied to memory of the pool first; 0: none. An input is copied if it is to be scaled and
+    /// the output has no room for the scaled input, or if the results would overwrite the input before NCCL has read it.
     fn copied(&self, call: &WholeCall, piece: &Piece) -> usize {
         let (rank, size) = self.place;
         match call.kind {
@@ -211,7 +211,7 @@ impl NcclEnd {
             _ if piece.tables.is_some() => 0,
             Kind::AllToAll if piece.is_in_place() => size * piece.count,
             Kind::ReduceScatter if call.scale.is_some() => size * piece.count,
-            // A rank that is not the root keeps its buffer as it was.
+            // Of a rank that is not the root, the caller gets the buffer back as it was.
             Kind::Reduce if call.scale.is_some() && rank != call.root => piece.count,
             _ => 0,
         }
@@ -245,8 +245,8 @@ impl NcclEnd {
         };
         let missing =
             || Error::system("prepare a call of NCCL", format!("there is no kernel for {dtype} (a bug)"));
-        // SAFETY: the caller promises that the operation's memory is on this device and is used in the order of this stream. Our copy
-        // goes back to the pool in the same order.
+        // SAFETY: the caller promises that the operation's memory is as long as the call says, and is used in the order of this stream. The copy has
+        // `count` elements of its own, and goes back to the pool in the same order.
         unsafe { stream.launch("prepare a call of NCCL", &launch.ok_or_else(missing)?) }?;
         piece.input = std::ptr::without_provenance(to as usize);
         self.kept.lock().extend(copy);
@@ -256,7 +256,7 @@ impl NcclEnd {
     /// Calls NCCL for one piece. The caller has begun a group of NCCL's.
     ///
     /// # Safety
-    /// As for [`Whole::submit`].
+    /// As for [`Whole::submit`]. The communicator is there, and the caller holds its lock.
     unsafe fn enqueue(
         &self,
         (call, piece): (&WholeCall, &Piece),
@@ -268,7 +268,7 @@ impl NcclEnd {
         }
         let (nccl, (rank, size), bytes, root) = (self.library.0, self.place, piece.bytes(), call.root);
         let to = |peer: Rank, from: *const u8| {
-            // SAFETY: the caller's promise: a block of the operation's memory, or of a copy of it.
+            // SAFETY: the caller's promise; the memory is a block of the operation's, or of a copy of the input.
             unsafe { nccl.send((from.cast(), bytes), NcclDataType::UINT8, peer as i32, at) }
         };
         let from = |peer: Rank, to: *mut u8| {
@@ -331,7 +331,7 @@ impl NcclEnd {
 
 impl Witness for NcclEnd {
     fn check(&self) -> Result<(), Error> {
-        // If another thread is in a call of NCCL, that thread hears what has failed. This one does not wait for it, as the call may block.
+        // If another thread is in a call of NCCL, that thread gets the error. This one does not wait for the lock, as the call may block.
         let Some(comm) = self.comm.try_lock() else { return Ok(()) };
         self.asked(self.there(*comm)?).map(drop)
     }
@@ -368,7 +368,7 @@ impl Whole for NcclEnd {
     unsafe fn submit(&self, mut call: WholeCall, stream: Option<&DeviceStream>) -> Result<(), Error> {
         let stream = stream.unwrap_or(&self.stream);
         let mut pieces = std::mem::take(&mut call.pieces);
-        // Pieces without elements need no call. But `count` has no meaning in a collective in which each rank knows only its own counts.
+        // A piece without elements needs no call. In a collective in which each rank knows only its own counts, `count` does not tell that.
         pieces.retain(|piece| piece.count > 0 || piece.tables.is_some() && !call.kind.reduces());
         for piece in &mut pieces {
             // SAFETY: the caller's promise.
@@ -378,7 +378,7 @@ impl Whole for NcclEnd {
             return Ok(());
         }
         self.in_group(stream, |at| {
-            // SAFETY: the caller's promise, and the communicator is there.
+            // SAFETY: the caller's promise; `in_group` has found the communicator, and holds its lock.
             pieces.iter().try_for_each(|piece| unsafe { self.enqueue((&call, piece), at) })
         })
     }
@@ -393,7 +393,7 @@ impl Whole for NcclEnd {
             messages.iter().try_for_each(|message| {
                 let &Moved { peer, is_sent, memory, bytes } = message;
                 match is_sent {
-                    // SAFETY: the caller's promise, and the communicator is there.
+                    // SAFETY: the caller's promise; `in_group` has found the communicator, and holds its lock.
                     true => unsafe {
                         nccl.send((memory.cast_const().cast(), bytes), NcclDataType::UINT8, peer as i32, at)
                     },
@@ -406,8 +406,8 @@ impl Whole for NcclEnd {
         })
     }
 
-    /// If CUDA has failed, NCCL says only that. The engine asks the driver, too, whose error says which device has failed and what to do. So
-    /// NCCL's error is held back for a while.
+    /// If CUDA has failed, NCCL's error says no more than that. The engine asks the driver, too, whose error says which device has failed and what
+    /// to do. So for [`DRIVER_FIRST`] NCCL's error waits for the driver's.
     fn gives_way(&self) -> bool {
         self.cuda_failed.get().is_some_and(|since| since.elapsed() < DRIVER_FIRST)
     }
@@ -415,8 +415,8 @@ impl Whole for NcclEnd {
     fn poll(&self) -> Result<Standing, Error> {
         let state = self.state();
         if state.is_err() && self.cuda_failed.get().is_some() {
-            // If the device has failed, the driver says so when it is to record an event. Nobody else calls the driver before all of
-            // NCCL's call is on the stream.
+            // If the device has failed, the driver says so when it is to record an event, and that error is returned instead of NCCL's. The engine
+            // does not otherwise ask the driver about the call before all of it is on the stream.
             self.stream.point()?;
         }
         if state? == NcclResult::IN_PROGRESS {
@@ -432,19 +432,19 @@ impl Whole for NcclEnd {
             return;
         }
         let (library, quiet, busy, comm) = (self.library, self.quiet.clone(), Busy::new(), self.comm.clone());
-        // The abort waits for threads that are in a call of NCCL, and for NCCL's work on the device. So a thread of its own makes it.
+        // The abort waits for the thread that is in a call of NCCL, and for NCCL's work on the device. So a new thread calls it.
         let abort = move || {
             let _busy = busy;
             let Some(comm) = comm.lock().take() else { return };
-            // SAFETY: taken out above: nobody has it any more.
+            // SAFETY: taken out above, so nobody else has the communicator.
             if let Err(error) = unsafe { library.0.abort(comm) } {
-                tracing::warn!("a communicator of NCCL is not aborted: {error}");
+                tracing::warn!("an NCCL communicator could not be aborted: {error}");
                 return;
             }
             quiet.store(true, Ordering::Release);
         };
         if let Err(error) = std::thread::Builder::new().name("allstream-abort".into()).spawn(abort) {
-            tracing::warn!("a communicator of NCCL is not aborted, for want of a thread: {error}");
+            tracing::warn!("an NCCL communicator is not aborted, as no thread could be started: {error}");
         }
     }
 
@@ -457,11 +457,11 @@ impl Drop for NcclEnd {
     fn drop(&mut self) {
         let kept = std::mem::take(&mut *self.kept.lock());
         if forked::is_forked() {
-            // This is a forked child, and what NCCL and the driver have is the parent's.
+            // This process is a forked child: what NCCL and the driver have belongs to the parent.
             return std::mem::forget(kept);
         }
         let is_aborted = self.is_aborted.load(Ordering::Acquire);
-        // Only the thread that aborts may still have the communicator. If there is none, the lock is free.
+        // Only a thread that aborts may still take this lock. If there is none, the lock is free.
         let Some(comm) = self.comm.try_lock().filter(|_| !is_aborted).and_then(|mut comm| comm.take()) else {
             if !self.is_quiet() {
                 // NCCL may still touch the copies.
@@ -471,28 +471,28 @@ impl Drop for NcclEnd {
         };
         let (library, stream, busy) = (self.library, self.stream.clone(), Busy::new());
         let end = move || {
-            // SAFETY: taken out above: nobody else has it.
+            // SAFETY: taken out above, so nobody else has the communicator.
             let ended = unsafe { end_in_peace(library.0, comm) };
             if let Err(error) = ended {
-                tracing::debug!("a communicator of NCCL did not end in peace: {error}");
-                // SAFETY: as above, and it was not destroyed.
+                tracing::debug!("an NCCL communicator did not finish its work, and is aborted: {error}");
+                // SAFETY: as above; after an error of `end_in_peace` the communicator still exists.
                 if let Err(error) = unsafe { library.0.abort(comm) } {
-                    tracing::warn!("a communicator of NCCL is not aborted: {error}");
+                    tracing::warn!("an NCCL communicator could not be aborted: {error}");
                 }
             }
             drop((kept, stream));
             drop(busy);
         };
         if let Err(error) = std::thread::Builder::new().name("allstream-finalize".into()).spawn(end) {
-            tracing::warn!("a communicator of NCCL does not end, for want of a thread: {error}");
+            tracing::warn!("an NCCL communicator is not destroyed, as no thread could be started: {error}");
         }
     }
 }
 
-/// Finalizes and destroys a communicator.
+/// Finalizes and destroys a communicator. On an error it still exists.
 ///
 /// # Safety
-/// It exists, and nobody else uses it. On an error it still exists.
+/// The communicator exists, and nobody else uses it.
 unsafe fn end_in_peace(nccl: &Nccl, comm: NcclComm) -> Result<(), NcclError> {
     // SAFETY: the caller's promise.
     unsafe { nccl.finalize(comm) }?;
@@ -500,20 +500,20 @@ unsafe fn end_in_peace(nccl: &Nccl, comm: NcclComm) -> Result<(), NcclError> {
     // SAFETY: as above.
     while unsafe { nccl.async_error(comm) }? == NcclResult::IN_PROGRESS {
         if Instant::now() > end {
-            let text = format!("it was not quiet after {FINALIZE:?}");
+            let text = format!("it was still at work after {FINALIZE:?}");
             return Err(NcclError { call: "ncclCommFinalize", code: NcclResult::IN_PROGRESS, text });
         }
         std::thread::sleep(Duration::from_millis(1));
     }
     // SAFETY: as above.
     if let Err(error) = unsafe { nccl.destroy(comm) } {
-        tracing::warn!("a communicator of NCCL is not destroyed: {error}");
+        tracing::warn!("an NCCL communicator could not be destroyed: {error}");
     }
     Ok(())
 }
 
 /// Whether NCCL takes this value of one of its variables as "on": the value is a number other than 0, decimal or hexadecimal. Text that is
-/// no number counts as if the variable was not set.
+/// no number counts as "off", as an unset variable does.
 fn is_switched_on(text: &str) -> bool {
     let text = text.trim();
     let number = match text.strip_prefix("0x").or_else(|| text.strip_prefix("0X")) {
@@ -523,7 +523,7 @@ fn is_switched_on(text: &str) -> bool {
     number.is_ok_and(|number| number != 0)
 }
 
-/// The type as NCCL numbers it. `None`: NCCL does not have the type, or not in every version that is taken here.
+/// The type as NCCL numbers it. `None`: NCCL does not have the type, or not in every version that the engine accepts.
 fn data_type(dtype: DType) -> Option<NcclDataType> {
     Some(match dtype {
         DType::I8 => NcclDataType::INT8,
@@ -540,8 +540,8 @@ fn data_type(dtype: DType) -> Option<NcclDataType> {
     })
 }
 
-/// The reduction as NCCL numbers it. `None`: NCCL's documentation does not promise the result that ours gives. That is so for minima and
-/// maxima of floats, among which there may be a NaN, and for averages of integers.
+/// The reduction as NCCL numbers it. `None`: NCCL has no such reduction (the bitwise ones), or does not promise the result that the engine gives
+/// (minima and maxima of floats, among which there may be a NaN, and averages of integers).
 fn red_op(op: ReduceOp, dtype: DType) -> Option<NcclRedOp> {
     match op {
         ReduceOp::Sum => Some(NcclRedOp::SUM),

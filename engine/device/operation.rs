@@ -1,12 +1,12 @@
 //! Operations that the ranks' devices run.
 //!
-//! The plans, the machines and the order of messages are those of the host; what differs is that a step's work is *put on
-//! the rank's stream* where a host would do it at once, and that a link lends device memory ([`crate::device::links::peer`]). An
-//! operation is over when the streams of all ranks that touch its buffers are done with it, which words in memory say
-//! ([`Word::Over`](super::signal::Word::Over)).
+//! The plans, the executor and the order of messages are those of the host. What differs is that a step's work is *put on the rank's stream*
+//! where a host would do it at once, and that a link lends device memory ([`crate::device::links::peer`]). An operation is over when the
+//! streams of all ranks that touch its buffers are done with it, as words in memory say ([`Word::Over`](super::signal::Word::Over), or
+//! [`Word::OverForAll`](super::signal::Word::OverForAll)).
 //!
-//! What is put on a stream is put there by [`Commands`](crate::commands::Commands): no function here that is called in a pass, or while
-//! a communicator that has failed is ended, calls the driver.
+//! [`Commands`](crate::commands::Commands) put the work on streams: no function here that is called in a pass, or to end a communicator that
+//! has failed, calls the driver.
 
 mod binding;
 mod folds;
@@ -42,34 +42,34 @@ pub(crate) struct DeviceOp {
     pub(crate) binding: Arc<Binding>,
     /// Its number among the communicator's collectives.
     number: OnceLock<u64>,
-    /// One launch folds it for all ranks (`one_launch.rs`). Known with the number.
+    /// Whether one launch folds it for all ranks (`one_launch.rs`). Known with the number.
     is_for_all: OnceLock<bool>,
-    /// This rank has arrived last, and is putting that launch on rank 0's stream.
+    /// Whether this rank has arrived last, and is putting that launch on rank 0's stream now.
     is_launching: AtomicBool,
-    /// What the buffers' streams held at the call, where no word says it.
+    /// The events behind what the buffers' streams held at the call. Empty if there is `input`.
     after: Vec<DeviceEvent>,
-    /// The word that the one stream of the buffers writes when it comes to the call.
+    /// The word that the stream of the buffers writes behind what it held at the call, if they have only one stream and a word can be used.
     input: Option<Start>,
     folds: Folds,
-    /// Set by commands: the rank's stream has been made to wait for its own inputs; and for those of all ranks.
+    /// Set by commands: whether the rank's stream has been made to wait for this rank's inputs, and for those of all ranks.
     waits_for_input: AtomicBool,
     waits_for_all: AtomicBool,
-    /// Of the buffers.
+    /// The streams in whose order the buffers are used.
     streams: Vec<DeviceStream>,
-    /// Of the buffers that it writes.
+    /// What becomes of the contents of the buffers that it writes.
     outputs: Vec<Arc<Fate>>,
-    /// If a buffer's stream waits for another collective: the ranks' streams that will wait for that stream in turn. Hardware queues were chosen so
-    /// that this holds up nobody (`make_way`).
+    /// If a buffer's stream waited for another collective at the call: the ranks' streams that are still to be made to wait for the buffer's stream.
+    /// Way was made for that (`make_way`), so that it holds up nobody.
     will_wait: Mutex<Vec<DeviceStream>>,
     /// The library that takes it whole, if one does.
     taken_by: Option<Arc<dyn Whole>>,
-    /// What its parts need beside the buffers. The error for which there is none.
+    /// The memory that its parts need beside the buffers; or why there is none.
     workspace: Result<Arc<Workspace>, Error>,
-    /// Of buffers that the devices of other ranks cannot touch.
+    /// The copies of buffers that the devices of other ranks cannot touch.
     copied: Vec<Copied>,
-    /// The command that begins it is appended.
+    /// Whether [`begin`](Self::begin) has been called.
     has_begun: AtomicBool,
-    /// What the driver says has gone wrong with it on the stream.
+    /// The driver's error, if work on the stream has failed.
     failure: OnceLock<Error>,
     state: Mutex<State>,
 }
@@ -77,15 +77,15 @@ pub(crate) struct DeviceOp {
 /// Nobody calls the driver with this locked.
 #[derive(Default)]
 struct State {
-    /// Behind all that the rank's stream does for it, where words do not say enough.
+    /// The event behind its work on the [line](DeviceOp::line), where words do not say enough.
     end: Option<DeviceEvent>,
     /// It was given up.
     failed: bool,
     /// It has ended well.
     is_good: bool,
-    /// Its buffers may be touched for longer than anybody waits.
+    /// Somebody may still touch the buffers of the failed operation ([`DeviceOp::lose`]).
     lost: Option<Option<Vec<Arc<Lease>>>>,
-    /// For buffers that are handed on before it is over: from `join` on.
+    /// How it ends, for buffers that are handed on before that. There once `join` has been called.
     verdict: Option<Arc<Verdict>>,
 }
 
@@ -96,14 +96,14 @@ impl Witness for Far {
 }
 
 impl Drop for DeviceOp {
-    /// Memory of its buffers that was dropped early is free, if the operation has ended well.
+    /// If the operation has ended well, frees the memory of those of its buffers that were dropped before the end.
     fn drop(&mut self) {
         if let Some(verdict) = self.state.get_mut().verdict.take().filter(|verdict| verdict.is_good()) {
             verdict.let_go();
         }
         let will_wait = std::mem::take(self.will_wait.get_mut());
         if !will_wait.is_empty() {
-            // It was never begun: they will not wait.
+            // These streams were not made to wait, and will not be: the operation was never begun, or its commands were cut.
             let never = move || will_wait.iter().for_each(DeviceStream::waits_now);
             self.binding.ours.commands.put_always(never);
         }
@@ -111,7 +111,7 @@ impl Drop for DeviceOp {
 }
 
 impl DeviceOp {
-    /// An operation on buffers in the order of these streams, to start after what is on them now.
+    /// An operation on buffers that are used in the order of these streams. It starts after what is on the streams now.
     pub(crate) fn new(
         binding: Arc<Binding>,
         streams: Vec<DeviceStream>,
@@ -120,7 +120,7 @@ impl DeviceOp {
         Needs { workspace, copied, mut folds }: Needs,
     ) -> Result<DeviceOp, Error> {
         if !copied.is_empty() {
-            // The rank's stream fills what is lent, and empties it behind the other ranks' work.
+            // The rank's stream fills the copies that are lent, and copies the results back behind the other ranks' work.
             debug_assert!(!folds.may_be_for_all, "one device touches all memory that is on it");
             folds = Folds { are_all: false, are_one: false, own_work_is_lent: true, ..folds };
         }
@@ -132,7 +132,7 @@ impl DeviceOp {
             Some(_) => Vec::new(),
             None => streams.iter().map(DeviceStream::point).collect::<Result<_, _>>()?,
         };
-        // Where no way can be made, another communicator's collective may have to wait for this one's deadline.
+        // If no way can be made, this operation may hold up another communicator's collective until the deadline.
         let is_in_a_chain = streams.iter().any(DeviceStream::is_waiting);
         let mut will_wait = if is_in_a_chain { binding.work_on(&folds) } else { Vec::new() };
         if is_in_a_chain && !binding.ours.make_way(will_wait.iter(), false) {
@@ -160,7 +160,7 @@ impl DeviceOp {
         })
     }
 
-    /// It has been submitted, with this number among the communicator's collectives.
+    /// Called when it is submitted, with its number among the communicator's collectives.
     pub(crate) fn submitted(&self, number: u64) {
         let _ = self.number.set(number);
         let _ = self.is_for_all.set(self.binding.ours.arrivals.is_for_all(number, self.folds.may_be_for_all));
@@ -176,12 +176,12 @@ impl DeviceOp {
         self.taken_by.as_ref()
     }
 
-    /// Where this rank's work for it goes.
+    /// The stream on which this rank's own work for it is put.
     pub(crate) fn stream(&self) -> &DeviceStream {
         &self.binding.ours.stream
     }
 
-    /// It is this operation's turn: what is put on the stream from now on is its own. The first of these calls counts.
+    /// Called in the passes from its turn on, when what is put on the stream is its own work. Only the first call does anything.
     ///
     /// # Errors
     /// There is no memory for what it needs beside its buffers.
@@ -195,13 +195,13 @@ impl DeviceOp {
             workspace.release();
         }
         let (ours, number) = (&self.binding.ours, self.number());
-        // One launch for all ranks itself waits for each rank's own work, so no link need make a peer wait for it.
+        // One launch for all ranks waits for the event behind each rank's own work, so no link need make a peer wait for that work.
         ours.starts(number, self.start(), self.folds.own_work_is_lent && !self.is_for_all());
         let operation = self.clone();
         ours.commands.put(move || {
             operation.binding.ours.takes(number);
             if operation.input.is_some() {
-                return Ok(()); // its first work waits for the word
+                return Ok(()); // whatever is put on a stream first will wait for the word
             }
             let mut after = operation.after.iter().filter(|_| kept(Wait::After));
             let ordered = after.try_for_each(|event| operation.stream().wait_event(event));
@@ -213,30 +213,30 @@ impl DeviceOp {
         Ok(())
     }
 
-    /// What says that its inputs are there.
+    /// The word that says when its inputs are there.
     fn start(&self) -> Start {
         self.input.unwrap_or_else(|| Start::of(self.number()))
     }
 
-    /// What the parts need beside the buffers.
+    /// The memory that the parts need beside the buffers, if there is any.
     pub(crate) fn workspace(&self) -> Option<&Arc<Workspace>> {
         self.workspace.as_ref().ok()
     }
 
-    /// Whether any of its parts may be folded, as the call has found out.
+    /// Whether any of its parts are folded, as the call has found out.
     pub(crate) fn is_folded(&self) -> bool {
         self.folds.are_any()
     }
 
-    /// Of these ranks, one a bit, those that are others than this one.
+    /// The devices of the other ranks of this process, as far as they are in `bits`: bit `r` stands for rank `r`.
     fn others(&self, bits: u64) -> impl Iterator<Item = &Arc<PeerDevice>> {
         let all = self.binding.all.iter().enumerate().filter(move |(rank, _)| bits >> rank & 1 == 1);
         all.filter_map(|(_, device)| device.as_ref())
             .filter(|device| !Arc::ptr_eq(device, &self.binding.ours))
     }
 
-    /// Has a kernel put on the rank's stream which folds what all ranks lend of a part, behind the inputs of all. `is_last`: all of the part is
-    /// folded then.
+    /// Appends the command that calls `launch` to put a kernel on the rank's stream, behind waits for the inputs of all ranks. The kernel folds what
+    /// the ranks lend of a part. `is_last`: it is the last kernel of the part.
     pub(crate) fn fold(
         self: &Arc<Self>,
         is_last: bool,
@@ -248,7 +248,7 @@ impl DeviceOp {
             if !operation.waits_for_all.swap(true, Ordering::Relaxed) {
                 let number = operation.number();
                 for other in operation.others(operation.folds.lent_by).filter(|_| kept(Wait::Ready)) {
-                    let problem = "it lends memory for a collective that it has not begun (a bug)";
+                    let problem = "the rank lends memory for a collective that it has not begun (a bug)";
                     let missing = || Error::system("wait for a rank's input", problem);
                     words.push(other.wait_for_start(number).ok_or_else(missing)?);
                 }
@@ -256,12 +256,12 @@ impl DeviceOp {
             operation.stream().put_words("make a stream wait for all ranks' inputs", &mut words)?;
             operation.waits_for_its_input();
             launch(operation.stream())?;
-            // At once: if the command of `ends` came later, the context would have to be entered once more for it.
+            // Not left to the command of `ends`: if that came later, the context would have to be entered once more for it.
             if is_last && operation.folds.are_one { operation.put_over() } else { Ok(()) }
         });
     }
 
-    /// For the rank's stream: the wait for its own input, if the stream does not wait for it yet.
+    /// The wait of the rank's stream for this rank's inputs. Empty if it is on the stream already.
     fn wait_for_input(&self) -> Vec<CuStreamMemOp> {
         let (ours, number) = (&self.binding.ours, self.number());
         if self.waits_for_input.load(Ordering::Relaxed) {
@@ -270,7 +270,7 @@ impl DeviceOp {
         ours.wait_for_start(number).filter(|_| kept(Wait::After)).into_iter().collect()
     }
 
-    /// A command: makes the rank's stream wait for its own input, if it does not yet.
+    /// Called in a command: makes the rank's stream wait for this rank's inputs, if it does not yet.
     pub(crate) fn awaits_input(&self) -> Result<(), Error> {
         let mut words = self.wait_for_input();
         self.stream().put_words("make a stream wait for its rank's input", &mut words)?;
@@ -278,13 +278,13 @@ impl DeviceOp {
         Ok(())
     }
 
-    /// A command: the rank's stream has been made to wait for its own input.
+    /// Called in a command, when the rank's stream has been made to wait for this rank's inputs.
     fn waits_for_its_input(&self) {
         self.waits_for_input.store(true, Ordering::Relaxed);
         self.has_waits(self.stream());
     }
 
-    /// A command: this stream, of whichever rank, has been made to wait for this rank's input.
+    /// Called in a command, when this stream, this rank's own or rank 0's, has been made to wait for this rank's inputs.
     fn has_waits(&self, stream: &DeviceStream) {
         let mut will_wait = self.will_wait.lock();
         let at = will_wait.iter().position(|other| other == stream);
@@ -295,13 +295,13 @@ impl DeviceOp {
         }
     }
 
-    /// All of it has been handed to the commands: marks its end behind that.
+    /// Called when all its work is among the commands: appends the command that marks its end.
     pub(crate) fn ends(self: &Arc<Self>) {
         let operation = self.clone();
         self.binding.ours.commands.put(move || operation.put_over());
     }
 
-    /// A command: all of what the rank's stream does for it is there, and words are to say when it is done.
+    /// Called in a command, when all its work is on the rank's stream: puts the writes there by which words say that the work is done.
     fn put_over(&self) -> Result<(), Error> {
         let (ours, number) = (&self.binding.ours, self.number());
         if ours.is_put_over(number) {
@@ -324,8 +324,8 @@ impl DeviceOp {
         } else {
             ours.tell_when_over(number)?;
         }
-        // Without words this event says that the operation is over. It also says so where the stream is a caller's: that stream is not asked, as it
-        // may have other work behind the operation, or be captured by then.
+        // Without words this event says that the operation is over. It is also needed if the stream is a caller's: the driver is not asked about such
+        // a stream itself (`watch`), which may have other work behind the operation, or be captured by then.
         if !(ours.has_words() && ours.stream.is_alone()) {
             self.state.lock().end = Some(self.stream().point()?);
         }
@@ -333,7 +333,7 @@ impl DeviceOp {
         Ok(())
     }
 
-    /// A command: all of it is on the stream. Returns the end there.
+    /// Called in a command, when all its work is on the rank's stream: marks its end, and returns the event behind that.
     pub(crate) fn put_end(&self) -> Result<DeviceEvent, Error> {
         self.put_over()?;
         self.stream().point()
@@ -349,11 +349,11 @@ impl DeviceOp {
         self.binding.ours.is_put_over(self.number())
     }
 
-    /// The ranks on whose streams it is not over, with whether all of it is there: of those whose streams touch its buffers.
+    /// Of the ranks whose streams touch its buffers: those whose streams are not done with it, each with whether all of its work is there.
     pub(crate) fn at_work(&self) -> Vec<(Rank, bool)> {
         let (ours, number) = (&self.binding.ours, self.number());
         if self.is_for_all() {
-            // All ranks' device is this one.
+            // All ranks share this rank's device, so this rank stands for all.
             let busy = (!ours.has_ended_for_all(number)).then(|| (ours.rank(), self.is_put()));
             return busy.into_iter().collect();
         }
@@ -361,7 +361,7 @@ impl DeviceOp {
         busy.map(|device| (device.rank(), device.is_put_over(number))).collect()
     }
 
-    /// Whether all of it is on the streams.
+    /// Whether all of it is on the streams that touch its buffers.
     pub(crate) fn is_enqueued(&self) -> bool {
         match self.is_for_all() {
             true => self.is_put(),
@@ -369,7 +369,7 @@ impl DeviceOp {
         }
     }
 
-    /// Whether the streams have come to its end.
+    /// Whether these streams have come to its end, as words (or, without words, the driver) have said.
     fn has_ended(&self) -> bool {
         let (ours, number) = (&self.binding.ours, self.number());
         match self.is_for_all() {
@@ -378,13 +378,13 @@ impl DeviceOp {
         }
     }
 
-    /// Whether all streams have come to its end. No call of the driver's.
+    /// Whether the streams have come to its end, and the result is good. An error: work for it has failed, or a rank has let go. Calls no driver.
     pub(crate) fn is_over(&self) -> Result<bool, Error> {
         let over = !kept(Wait::End) || self.has_ended();
         if let Some(error) = self.failure.get() {
             return Err(error.clone());
         }
-        // What has failed there may never come to its end.
+        // What has failed in a library may never come to its end.
         if let Some(library) = &self.taken_by
             && let Err(error) = library.check()
         {
@@ -402,7 +402,7 @@ impl DeviceOp {
         Ok(over)
     }
 
-    /// An error if this rank, or one in another process, has let go: then what has come to its end is not to be used.
+    /// An error if this rank, or one in another process, has let go (`links/ipc.rs`): then even a result that is there may be wrong.
     pub(crate) fn check(&self) -> Result<(), Error> {
         self.binding.far.as_ref().map_or(Ok(()), |far| far.check())
     }
@@ -415,38 +415,38 @@ impl DeviceOp {
         }
     }
 
-    /// Whether its own inputs are there. No call of the driver's.
+    /// Whether this rank's inputs are there. Calls no driver.
     pub(crate) fn has_inputs(&self) -> bool {
         self.binding.ours.shows(self.start()) || self.binding.ours.is_told_begun(self.number())
     }
 
-    /// Whether the driver has taken its first work. No call of the driver's.
+    /// Whether the command that gives its first work to the driver has been begun. Calls no driver.
     pub(crate) fn is_taken(&self) -> bool {
         self.binding.ours.has_put(self.number())
     }
 
-    /// Whether ranks in other processes have all called it, and this rank's own inputs are not there although the driver has taken what says so.
+    /// Whether the ranks in other processes have all called it, and this rank's inputs are missing though its first work [is taken](Self::is_taken).
     pub(crate) fn lacks_inputs(&self) -> bool {
         let Some(far) = &self.binding.far else { return false };
-        // What they lend is given back to them as soon as this rank's stream has the kernel.
+        // The loans are given back once the command for the kernel is appended. When that is carried out, `waits_for_all` tells the same.
         let all_have_called = far.all_have_lent() || self.waits_for_all.load(Ordering::Relaxed);
         all_have_called && self.is_taken() && !self.has_inputs()
     }
 
-    /// The ranks in other processes whose inputs are not there, of those that lend memory for it.
+    /// The ranks in other processes that lend memory for it, but whose inputs are not there.
     pub(crate) fn unready(&self) -> Vec<Rank> {
         self.binding.far.iter().flat_map(|far| far.unready()).collect()
     }
 
-    /// The ranks whose inputs are not there, though they have called.
+    /// The ranks of this process whose inputs are not there, though their drivers were given the operation.
     pub(crate) fn late(&self) -> Vec<Rank> {
         let is_late = |device: &Arc<PeerDevice>| device.is_late(self.number());
         let all = self.binding.all.iter().enumerate();
         all.filter_map(|(rank, device)| device.as_ref().is_some_and(is_late).then_some(rank)).collect()
     }
 
-    /// Has the driver asked now and then whether the stream on which the operation ends (`line`) has failed, until it has come to that end. Calls
-    /// `then` when it has failed, or has come to the end though no word has said so.
+    /// Makes `waiter.rs` watch the end of the operation on its [`line`](Self::line). `then` is called when the driver reports a failure there or that
+    /// the stream has come to the end; if a word has said that before, `then` may be left out.
     pub(crate) fn watch(self: &Arc<Self>, then: impl FnOnce() + Send + 'static) {
         let (operation, ours, number) = (self.clone(), self.binding.ours.clone(), self.number());
         let told = move |result: Result<(), Error>| {
@@ -472,7 +472,7 @@ impl DeviceOp {
         }
         let operation = self.clone();
         self.binding.ours.commands.put(move || {
-            // Set by the command before this one.
+            // An earlier command has set it: for one launch, that of the rank that has arrived last.
             let end = operation.state.lock().end.clone();
             if let Some(end) = end {
                 end.then("run a collective", Box::new(told));
@@ -481,24 +481,24 @@ impl DeviceOp {
         });
     }
 
-    /// Whether the rank's own stream, or the one that it is launched on, is one of those that `join` makes wait.
+    /// Whether the rank's own stream, or the one on which the operation ends, is among the streams that `join(stream)` makes wait.
     pub(crate) fn is_on(&self, stream: &DeviceStream) -> bool {
         self.streams.iter().chain([stream]).any(|stream| stream == self.stream() || stream == self.line())
     }
 
-    /// Sees to it that a stream, and those of the buffers, may wait for what is not on the rank's stream yet, and do not keep it
-    /// from getting there. `false`: they might. Else to be followed by `waits_now`.
+    /// Sees to it that a stream, and those of the buffers, can wait for work that is not on the rank's stream yet without holding that work up.
+    /// `false`: they might hold it up. After `true` the caller calls [`waits_now`](Self::waits_now).
     pub(crate) fn make_way(&self, stream: &DeviceStream) -> bool {
         self.binding.ours.make_way(self.streams.iter().chain([stream]), self.needs_copies())
     }
 
-    /// They have been made to wait, or will not be.
+    /// Called after [`make_way`](Self::make_way), when the same streams have been made to wait, or will not be.
     pub(crate) fn waits_now(&self, stream: &DeviceStream) {
         self.streams.iter().chain([stream]).for_each(DeviceStream::waits_now);
     }
 
-    /// Makes a stream, and those of the buffers, wait for the operation's end. `false`: it was given up, and
-    /// nothing waits.
+    /// Makes a stream, and those of the buffers, wait for the operation's end. `false`: the operation was given up, and no stream was made to
+    /// wait.
     pub(crate) fn join(&self, stream: &DeviceStream) -> Result<bool, Error> {
         let end = {
             let mut state = self.state.lock();
@@ -511,13 +511,13 @@ impl DeviceOp {
             let verdict = || Arc::new(Verdict::new(self.taken_by.as_ref().map(library).or_else(far)));
             let is_good = state.is_good;
             let verdict = state.verdict.get_or_insert_with(verdict);
-            // Another thread may have seen the end already: it had no verdict to settle.
+            // If another thread has seen the end already, there was no verdict yet for it to settle.
             if is_good {
                 verdict.settle(Ok(()));
             }
             state.end.clone().filter(|_| !self.binding.ours.has_words())
         };
-        // Where all of it is on streams, they write the words; the host does, where it is given up meanwhile.
+        // Even if the operation is given up meanwhile, the waits end: the ranks' streams write the words, or the host does (`DeviceSignal::release`).
         let mut all = self.streams.iter().chain([stream]);
         if let Some(end) = end {
             return all.try_for_each(|stream| stream.wait_event(&end)).map(|()| true);
@@ -539,10 +539,10 @@ impl DeviceOp {
         .map(|()| true)
     }
 
-    /// After `join`: its buffers are handed on, and depend on how it ends.
+    /// Called after `join`, when its buffers are handed on before its end: from now on their contents depend on how it ends.
     ///
     /// # Errors
-    /// The cause for which it has failed.
+    /// The operation has failed, for this cause.
     pub(crate) fn hand_on(&self) -> Result<(), Error> {
         let Some(verdict) = self.state.lock().verdict.clone() else { return Ok(()) };
         self.outputs.iter().for_each(|output| output.depend_on(&verdict));

@@ -1,4 +1,4 @@
-//! Packs gradients on a device into one buffer, which is reduced as one, and copies them back out of it.
+//! Packs gradients on a device into one buffer, so that one operation is enough for all of them, and copies them back out of it.
 
 use std::sync::Arc;
 
@@ -14,7 +14,7 @@ pub(crate) struct Packing<'a> {
     pub(crate) dtype: DType,
     /// Elements of the buffer.
     pub(crate) len: usize,
-    /// Of each packed gradient: its index in `bufs`, which `fill` and `empty` are given, and the element of the buffer at which it begins.
+    /// For each packed gradient: its index in the `bufs` that `fill` and `empty` get, and the element of the buffer at which it begins.
     pub(crate) members: &'a [(usize, usize)],
 }
 
@@ -22,7 +22,7 @@ impl Packing<'_> {
     /// Allocates a buffer and copies all gradients into it, in the order of the first gradient's stream.
     ///
     /// # Errors
-    /// Also the failure of an operation that a gradient's contents depend on.
+    /// The buffer cannot be allocated, or the kernel not put on the stream. Also the failure of an operation that a gradient's contents depend on.
     pub(crate) fn fill<B: Buf>(&self, bufs: &mut [Option<B>]) -> Result<OnDevice, Error> {
         let parts = self.parts(bufs)?;
         parts.iter().try_for_each(|part| part.place.check())?;
@@ -113,7 +113,7 @@ impl Emptied {
         streams(&self.parts).chain([&self.packed_on])
     }
 
-    /// Makes [`streams`](Self::streams) wait for what is on `stream`, the one that [`empty`](Packing::empty) put the copies on.
+    /// Makes the [`streams`](Self::streams) wait for what is on `stream`, on which [`empty`](Packing::empty) has put the copies.
     pub(crate) fn ordered_after(&self, stream: &DeviceStream) -> Result<(), Error> {
         all_wait_for(stream, self.streams().filter(|other| !is_same(other, stream)))
     }

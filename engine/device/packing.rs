@@ -73,12 +73,12 @@ pub(crate) unsafe fn unpack_on_device(
     unsafe { put(stream, contiguous, table, Direction::Unpack) }
 }
 
-/// Whether both are the same stream of the driver.
+/// Whether both are the same stream of the driver. (The default streams of two devices are not told apart.)
 pub(crate) fn is_same(a: &DeviceStream, b: &DeviceStream) -> bool {
     a == b || a.as_raw() == b.as_raw()
 }
 
-/// The streams of the parts. Parts in a row that have the same stream name it once.
+/// The streams of the parts. Neighbouring parts that have the same stream give it once.
 pub(crate) fn streams(parts: &[Part]) -> impl Iterator<Item = &DeviceStream> {
     parts.chunk_by(|a, b| is_same(&a.place.stream, &b.place.stream)).map(|alike| &alike[0].place.stream)
 }
@@ -86,7 +86,7 @@ pub(crate) fn streams(parts: &[Part]) -> impl Iterator<Item = &DeviceStream> {
 /// Makes other streams wait for what `stream` holds now. If that fails, this thread waits for `stream` instead, so that nothing is out of order.
 ///
 /// # Errors
-/// That wait fails, too.
+/// The wait of this thread fails, too.
 pub(crate) fn all_wait_for<'a>(
     stream: &DeviceStream,
     others: impl Iterator<Item = &'a DeviceStream>,
@@ -153,8 +153,8 @@ unsafe fn put(
     let launch = pack(&job, direction, stream.ctas())
         .ok_or_else(|| Error::system(DOING, "there is no kernel that copies bytes (a bug)"))?;
     stream.load([launch.kernel].into_iter())?;
-    // SAFETY: the caller owns the segments, and promises their order and that none overlap; none reaches beyond the contiguous buffer (`at`
-    // and `bytes` come from its layout). The table was filled in the order of the contiguous buffer's stream. `stream` is that stream, or waits
+    // SAFETY: the caller owns the segments, and promises their order and that none overlap; none reaches beyond the contiguous buffer
+    // (`Packing::parts` checks it). The table was filled in the order of the contiguous buffer's stream. `stream` is that stream, or waits
     // for it; then the caller makes that stream wait for this kernel before the table's memory goes back to the pool.
     unsafe { stream.launch(DOING, &launch) }
 }

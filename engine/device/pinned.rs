@@ -59,8 +59,8 @@ impl<T: Element> PinnedBuf<T> {
             unsafe { start.write_bytes(0, bytes) };
         }
         let owner = Pinned { start: (bytes > 0).then(|| start.expose_provenance()), context };
-        // SAFETY: `len` elements in pages that the driver gave: they are aligned for every Element, and exist until `owner` gives them back. All
-        // bytes are zero, which is a value of every Element, and nobody else uses them.
+        // SAFETY: `len` elements in pages that the driver gave (none, if `len` is 0): aligned for every Element, and there until `owner` gives them
+        // back. All bytes are zero, which is a value of every Element, and nobody else uses them.
         Ok(unsafe { OwnedSlice::new(start.cast(), len, owner) })
     }
 

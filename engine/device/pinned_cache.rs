@@ -8,8 +8,8 @@ use allstream_sys::cuda::{Cuda, CudaError};
 
 use crate::mem::PINNED;
 
-/// How many bytes are kept for good: the driver takes 0.1 ms and more to pin memory. A block that is larger is kept only if no other is, and
-/// only for [`REST`] after its last use, so that the next operation of a loop finds it.
+/// At most so many bytes are kept for good, as the driver takes 0.1 ms and more to pin memory. A block that is larger is kept only if no other
+/// is, and only for [`REST`] after its last use, so that the next operation of a loop finds it.
 const KEPT: usize = 64 << 20;
 pub(super) const REST: Duration = Duration::from_secs(1);
 const LEAST: usize = 64 << 10;
@@ -76,7 +76,7 @@ impl PinnedCache {
 /// Gives a block back to the driver, which may wait for the device: the caller must hold nothing that others wait for.
 pub(super) fn unpin(cuda: &Cuda, (at, len): (usize, usize), report: &dyn Fn(CudaError)) {
     PINNED.fetch_sub(len, Ordering::Relaxed);
-    // SAFETY: allocated by `Block::new`; that `Block` was dropped, and the cache does not have its address (any more), so nobody else has.
+    // SAFETY: allocated by `Block::new`. That `Block` was dropped, and the cache does not have the address (any more), so nobody else uses it.
     unsafe { cuda.mem_free_host(std::ptr::with_exposed_provenance_mut(at)) }.unwrap_or_else(report);
 }
 

@@ -16,7 +16,7 @@ use crate::error::Error;
 /// Bytes of a block, unless more is asked for or the driver has less. `cuMemAlloc` takes from 0.1 to 1 ms, and stops the device's other work
 /// where it has to map memory, so it should be rare; larger blocks would be a burden to a process that needs little memory.
 const BLOCK: u64 = 64 << 20;
-/// Other blocks are multiples of this, the size of the driver's pages; or, if the driver has not even that, exactly as large as asked for.
+/// Other blocks are multiples of this, the size of the driver's pages; or, if the driver does not have even that much, just as large as the piece.
 const PAGE: u64 = 2 << 20;
 /// How often a thread that waits for its turn with the driver, or for streams, looks whether others have freed what it needs.
 const PAUSE: Duration = Duration::from_micros(50);
@@ -70,7 +70,7 @@ impl Context {
             };
             let freed = {
                 let mut pool = self.pool.lock();
-                // A piece of what was freed meanwhile.
+                // There may be one among the pieces that were freed meanwhile.
                 if let Some(piece) = pool.ready(self, line.id, bytes) {
                     return Ok(piece);
                 }
@@ -106,7 +106,7 @@ impl Context {
         }
     }
 
-    /// A piece of a new block, or of what can be freed to make room for one.
+    /// A piece of a new block. If the driver has no memory, gives it back the unused blocks and asks again, as long as there are any.
     fn more(
         &self,
         entered: &Entered<'_>,
@@ -117,7 +117,7 @@ impl Context {
         loop {
             let mut refused = None;
             for size in [large.max(BLOCK), large, bytes] {
-                // SAFETY: in the context of this pool; freed in `trim`, or in `Pool::close`.
+                // SAFETY: in the context of this pool (`Entered`); freed in `trim`, or in `Pool::close`.
                 match unsafe { self.cuda.mem_alloc(usize::try_from(size).unwrap_or(usize::MAX)) } {
                     Ok(at) => {
                         let mut pool = self.pool.lock();
@@ -138,7 +138,7 @@ impl Context {
         }
     }
 
-    /// Gives those blocks back to the driver of which nothing is used, here or in other processes. Returns how many bytes they had.
+    /// Gives back to the driver the blocks of which nothing is used, here or in other processes. Returns how many bytes they had.
     pub(super) fn trim(&self, _: &Entered<'_>, _: &Turn<'_>) -> u64 {
         let mut freed = 0;
         let unused = self.pool.lock().unused(self);
@@ -155,14 +155,14 @@ impl Context {
         freed
     }
 
-    /// Sees to it that this many bytes can be had on `line` without the driver. It is no error if there is no such memory
-    /// now: there may be some when it is needed.
+    /// Sees to it that a piece of this many bytes can be had on `line` without the driver. It is no error if there is not so much
+    /// memory now: there may be when it is needed.
     pub(super) fn reserve(&self, entered: &Entered<'_>, line: &Line, bytes: u64) -> Result<(), CudaError> {
         let (Some(bytes), Some(large)) = (up(bytes, ALIGN), up(bytes, PAGE)) else { return Ok(()) };
         let piece = self.ready(line, bytes).or_else(|turn| self.more(entered, &turn, bytes, large));
         match piece {
             Ok(piece) => {
-                // In the order of this stream the piece can be taken again at once.
+                // With a mark of this stream alone, the piece can be taken again at once for use in this stream's order.
                 match self.mark(entered, *line.raw()) {
                     Ok(event) => self.pool.lock().free(piece, vec![(line.id, event)]),
                     Err(_) => self.pool.lock().lose(piece),
@@ -175,7 +175,7 @@ impl Context {
     }
 }
 
-/// The error if a new block does not hold the piece that it was made for, or if no length was tried. Neither can happen.
+/// The error where a new block does not hold the piece that it was made for, or no length was tried. Neither can happen.
 fn unreachable_fit(context: &Context) -> CudaError {
     CudaError {
         call: "cuMemAlloc_v2",
@@ -201,7 +201,7 @@ impl Device {
     /// Gives blocks of the pool that nothing uses, and pinned memory that is kept for staging, back to the driver. Returns
     /// how many bytes of the device's memory it has given back.
     ///
-    /// The driver waits for the device while it takes memory back. When memory runs out, the pool gives its blocks back by itself.
+    /// The driver may wait for the device before it takes memory back. When memory runs out, the pool gives its blocks back by itself.
     ///
     /// # Errors
     /// [`Error::Cuda`].
@@ -212,8 +212,8 @@ impl Device {
 }
 
 impl DeviceStream {
-    /// Sees to it that this many bytes of the pool can be had on this stream without asking the driver, unless another thread
-    /// takes them first. May wait for what is on the device: the caller must hold nothing that others wait for.
+    /// Sees to it that one piece of this many bytes can be had from the pool on this stream without asking the driver, unless another
+    /// thread takes it first. May wait for what is on the device: the caller must hold nothing that others wait for.
     pub(crate) fn reserve(&self, bytes: usize) -> Result<(), Error> {
         let context = &self.0.context;
         context

@@ -1,19 +1,19 @@
-//! Finds out whether a stream that waits holds up another stream, and moves collectives out of its way.
+//! Finds out whether a stream that waits holds up another stream, and if so moves collectives to a stream that it does not hold up.
 //!
-//! The streams of a context share its hardware queues: 8, or as many as `CUDA_DEVICE_MAX_CONNECTIONS` says. A queue does the work
-//! of its streams in one line, a "false dependency" (CUDA programming guide, environment variables), and no driver says which
-//! streams share a queue. Where a stream waits for work that is on a stream already, this costs only time. But a stream that
-//! waits for a word ([`DeviceSignal`]) which will be written only behind a collective may hold up that very collective.
+//! The streams of a context share its hardware queues: 8, or as many as `CUDA_DEVICE_MAX_CONNECTIONS` says. A queue starts the work
+//! of all its streams in the order of submission, a "false dependency" (CUDA programming guide, environment variables), and no driver says
+//! which streams share a queue. Where a stream waits for work that is on a stream already, this costs only time. But a stream that
+//! waits for a word ([`DeviceSignal`]) which is written only after a collective that is on no stream yet may hold up that very collective.
 //!
 //! So the device is asked first. The streams that are to wait are made to wait for a word that the host writes later. Then the stream that
 //! collectives run on, and a few spare streams of the driver's, are each told to write a word of their own. A stream whose word comes
 //! meanwhile is not held up. If a spare stream's word comes and that of the collectives' stream does not, because this stream shares a queue or
-//! has other work to do, the collectives go on with the spare one ([`Line::go_on_with`](super::context::Line::go_on_with)). So the answer is found by
-//! comparison, and a host or a device that is slow, because it has much to do, only takes longer to give it. The spare streams are made
-//! when the first rank is bound.
+//! has other work to do, the collectives go on with the spare one ([`Line::go_on_with`](super::context::Line::go_on_with)). So the streams' answers
+//! are compared, and a slow host or device only delays them. If no stream answers within [`LOOK`], the answer is unknown, and the streams are
+//! not made to wait. The spare streams are made when the first rank is bound to the device.
 //!
 //! An event behind a wait for such a word comes only after the wait. So while any stream waits for such a word, `waiter.rs` makes no stream of
-//! ours wait for an event: that stream could hold up a user's stream in its queue, on which the input of another rank's call may be.
+//! ours wait for an event: that stream could hold up a user's stream in its queue, on which another rank may make its input.
 
 mod pairs;
 
@@ -31,17 +31,17 @@ pub(crate) use pairs::Pair;
 
 /// How long a question waits for a first answer. If none has come by then, no stream that was asked is known to go on.
 const LOOK: Duration = Duration::from_millis(20);
-/// If another stream answers first, the collectives' stream gets as long again as that answer took, and at least this long.
+/// If a spare stream answers first, the stream in use gets as long again as that answer took, and at least this long.
 const PATIENCE: Duration = Duration::from_micros(200);
 /// How long a question spins before it sleeps between looks: a device that has nothing to do answers in about this time. Also the length of a sleep.
 const SPIN: Duration = Duration::from_micros(50);
-/// How many spare streams a device has that collectives may go on with. They are made one after another, and so likely in as many queues.
+/// How many spare streams a device has that collectives or copies may go on with. They are made one after another, so likely in as many queues.
 const SPARE: usize = 4;
-/// At most so many streams are made, one after another, to find one that shares no queue with those that it must not hold up.
+/// At most so many streams are made, one after another, to find one that shares no queue with the streams that it must not hold up.
 const TRIES: usize = 12;
-/// The only word that a question uses of each of its signals.
+/// The word that a question uses of each [`DeviceSignal`]; it uses no other.
 const BELL: Word = Word::Over(0);
-/// Once so many answers are kept for a stream, those about streams that are gone are dropped.
+/// Once so many answers are kept for a stream, those about streams that are gone are dropped ([`Ways::forget`]), or all of them (`pairs.rs`).
 const ANSWERS: usize = 64;
 
 /// Whether the environment gives this process only one hardware queue, which all streams share.
@@ -61,15 +61,15 @@ fn alive(list: &[Weak<Line>]) -> Vec<DeviceStream> {
     list.iter().filter_map(Weak::upgrade).map(DeviceStream).collect()
 }
 
-/// Whether `waiting` must not hold up `line`. Two streams that run collectives of the same communicator may do so: a stream is made to wait for
-/// one collective only once the collective before is on all ranks' streams that it needs, so they do not hold each other up for good.
+/// Whether `waiting` must not hold up `line`. Two ranks' own streams for one communicator may hold each other up, as this does not last: such a
+/// stream waits for one collective's input only when all that its rank needs of other ranks for the collective before is on their streams.
 fn concerns(waiting: &DeviceStream, line: &DeviceStream) -> bool {
     let of = |stream: &DeviceStream| stream.0.standing.lock().comm.filter(|_| stream.0.may_move());
     waiting != line && (of(line).is_none() || of(line) != of(waiting))
 }
 
 impl Ways {
-    /// Forgets answers of streams that are gone.
+    /// If many answers are kept for a stream ([`ANSWERS`]), forgets those about streams that are gone.
     fn forget(&self, context: &Context, standing: &mut Standing) {
         if standing.apart.len() < ANSWERS {
             return;
@@ -86,9 +86,9 @@ impl Ways {
 enum Course {
     /// A rank's stream, on which there is nothing yet.
     New(DeviceStream),
-    /// A rank's stream.
+    /// A rank's stream, or one for messages that a library moves. The latter never moves, nor does the former where NCCL uses it.
     Line(DeviceStream),
-    /// Copies that wait for nothing ([`Context::copies`]): another rank's call may wait for them.
+    /// Copies on [`Context::copies`], the stream on which nothing waits: another rank's call may wait for them.
     Copies,
 }
 
@@ -107,13 +107,13 @@ impl Course {
 pub(crate) struct Probe {
     /// During a question, the streams that are to wait wait for this word; the host writes it at the end.
     gate: DeviceSignal,
-    /// One for each stream that is asked: the stream writes it when it comes to that write.
+    /// One for each stream that is asked: the stream writes this word when it comes to that write.
     bells: Vec<DeviceSignal>,
-    /// The number of the last question: what its words are to show.
+    /// The number of the last question, which is the value that its words are to show.
     turn: u32,
 }
 
-/// What becomes of a stream that collectives run on when others are to wait.
+/// What becomes of a stream that collectives or copies run on when other streams are to wait.
 enum Answer {
     /// None of the others holds it up.
     Stays,
@@ -142,19 +142,19 @@ impl Probe {
         let mut ways = context.ways.lock();
         enter(&mut ways.lines, line);
         if is_one() {
-            return; // no stream is made to wait for what is not on one
+            return; // `make_way` then lets no stream wait for what is not on a stream yet
         }
         if !self.clear(&mut ways, context, &Course::New(line.clone()), &[]) {
             tracing::debug!("a rank is bound while streams wait that may hold up its collectives");
         }
     }
 
-    /// Makes a stream for kernels that wait on the device for those of other ranks: messages that a library moves.
+    /// Makes a stream for the kernels by which a library moves messages: each waits on the device for the other rank's kernel.
     ///
-    /// What such a kernel waits for may be behind anything that the other rank's device does, and that may wait for this device in turn. So
-    /// the stream shares no queue with what collectives run on, with copies, nor with `user`, on which the messages' buffers are filled.
-    /// Streams are made until one is found, at most [`TRIES`]; then the last one is taken. A stream that is too busy to say counts as one
-    /// that shares none. From here on streams that are to wait for a collective are asked whether they hold up this one, too.
+    /// That other kernel may be behind anything that the other rank's device does, and that may wait for this device in turn. So the stream
+    /// is to share no queue with the streams that collectives and copies run on, nor with `user`, on which the messages' buffers are filled.
+    /// Streams are made until such a one is found, at most [`TRIES`]; then the last one is taken. Where another stream is too busy to answer,
+    /// it counts as one in another queue. From here on, streams that are to wait for a collective must not hold up this stream either.
     pub(crate) fn stream_apart(
         &mut self,
         line: &DeviceStream,
@@ -162,7 +162,7 @@ impl Probe {
     ) -> Result<DeviceStream, Error> {
         let context = &line.0.context;
         let mut ways = context.ways.lock();
-        // Kept until the end: the streams of a communicator that closes meanwhile are not destroyed while they are asked.
+        // Kept until the end, so that the stream of a communicator that closes meanwhile is not destroyed while it is asked.
         let lines = alive(&ways.lines);
         let mut others: Vec<Way> = lines.iter().map(|line| line.0.way()).collect();
         others.extend(context.copies_way());
@@ -175,7 +175,7 @@ impl Probe {
             let is_apart = is_one() || others.iter().all(|other| !self.holds_up(context, &stream, *other));
             if is_apart || made.len() == TRIES {
                 if !is_apart {
-                    tracing::debug!("messages have no hardware queue for themselves on this device");
+                    tracing::debug!("the stream for messages shares a hardware queue on this device");
                 }
                 enter(&mut ways.lines, &stream);
                 return Ok(stream);
@@ -199,7 +199,7 @@ impl Probe {
 
     /// Finds out whether these streams may wait for work that nobody has put on a stream yet without holding up their device's collectives,
     /// which are moved to a spare stream where that helps. `false`: they may not. After `true` they count as waiting, and the caller calls
-    /// [`DeviceStream::waits_now`] once they do, or will not. None of them may be captured into a graph meanwhile.
+    /// [`DeviceStream::waits_now`] for each once it was made to wait, or will not be. None of them may be captured into a graph meanwhile.
     /// `needs_copies`: they may not hold up copies either.
     pub(crate) fn make_way<'a>(
         &mut self,
@@ -233,8 +233,8 @@ impl Probe {
                 return false;
             }
         }
-        // This rank's collectives need no copies. So where no stream is free for copies, these streams may wait all the same, and hold
-        // copies up, unless another rank may need some before it calls.
+        // This rank's collectives need no copies. So if no stream for copies is found that these streams do not hold up, they may wait all
+        // the same, unless another rank may need copies before it calls.
         if !self.clear(&mut ways, context, &Course::Copies, all)
             && let Some(way) = context.copies_way()
         {
@@ -253,7 +253,7 @@ impl Probe {
     }
 
     /// Sees to it that what runs on this course is held up by none of the streams that wait, nor by `more`: it stays where
-    /// it is, or goes on with a spare stream. `false`: there is none for it.
+    /// it is, or goes on with a spare stream. `false`: it may be held up.
     fn clear(
         &mut self,
         ways: &mut Ways,
@@ -275,8 +275,8 @@ impl Probe {
                 (way, true)
             }
         };
-        // A stream that is held up already is not moved, and the answer is no: the spare stream would first have to wait for it, and would
-        // hold up what shares the spare one's queue.
+        // If this stream is held up already, it is not moved, and the answer is no: the spare stream would first have to wait for it, and
+        // would hold up what shares the spare one's queue.
         let is_free = matches!(self.find(context, way, &[], &waits), Answer::Stays);
         if !is_free && !matches!(course, Course::New(_)) {
             return false;
@@ -293,10 +293,10 @@ impl Probe {
             Answer::Moves(index) => ways.spare.remove(index),
         };
         match course.go_on_with(context, next) {
-            // The stream that was left is tried last next time, as work may still be on it.
+            // The stream that was left goes to the end of the list, to be tried last, as work may still be on it.
             Ok(left) => ways.spare.push(left),
             Err(error) => {
-                tracing::warn!(device = context.ordinal, "collectives keep their stream: {error}");
+                tracing::warn!(device = context.ordinal, "work stays on its stream: {error}");
                 ways.spare.push(next);
                 return false;
             }
@@ -304,12 +304,12 @@ impl Probe {
         true
     }
 
-    /// Which of `way` and `spare` is held up by none of `waits`: `way`, if it is among them.
+    /// Which of `way` and `spare` is held up by none of `waits`: `way` if that is so of it, else one of `spare`.
     fn find(&mut self, context: &Arc<Context>, way: Way, spare: &[Way], waits: &[DeviceStream]) -> Answer {
         if is_apart(way, waits) {
             return Answer::Stays;
         }
-        // Captures have taken all words that an answer could come in (`learn`).
+        // `learn` gives up each word whose write a capture may have recorded, and by now none is left.
         if self.bells.is_empty() {
             return Answer::Unknown;
         }
@@ -374,8 +374,8 @@ impl Probe {
 }
 
 impl DeviceStream {
-    /// Makes the other streams that the engine needs on this device. To be called before any stream waits for a collective, as making
-    /// streams may wait for what is on the device. The engine does without streams that cannot be made.
+    /// Makes the other streams that the engine needs on this device. To be called before any stream waits for a collective, as the driver may
+    /// wait for all work on the device before it makes a stream. The engine does without streams that cannot be made.
     pub(crate) fn make_ahead(&self) {
         let context = &self.0.context;
         let mut ways = context.ways.lock();
@@ -389,15 +389,15 @@ impl DeviceStream {
         ways.spare.extend((0..spare).map_while(make));
     }
 
-    /// This stream is about to wait for what may not be on a stream yet, and counts as waiting from now on;
-    /// [`waits_now`](Self::waits_now) says up to which point.
+    /// From now on this stream counts as waiting for work that may not be on a stream yet; [`waits_now`](Self::waits_now) says up to which point.
     pub(crate) fn will_wait(&self) {
         let mut ways = self.0.context.ways.lock();
         enter(&mut ways.waiting, self);
         self.0.standing.lock().soon += 1;
     }
 
-    /// Called for a stream for which way was made, when it has been made to wait, or will not be: it counts as waiting until it has come to this point.
+    /// Called once for each time that [`Probe::make_way`] or [`will_wait`](Self::will_wait) has counted this stream as waiting, when it was made to
+    /// wait or will not be: it counts as waiting until it has come to this point. If no point can be recorded, it goes on counting as waiting.
     pub(crate) fn waits_now(&self) {
         let until = self.point();
         let mut standing = self.0.standing.lock();
@@ -407,7 +407,7 @@ impl DeviceStream {
         }
     }
 
-    /// Whether it waits for what may not be on a stream yet.
+    /// Whether it waits for work that may not be on a stream yet.
     pub(crate) fn is_waiting(&self) -> bool {
         self.0.standing.lock().is_waiting()
     }

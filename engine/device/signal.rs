@@ -1,4 +1,5 @@
-//! Words that streams write and wait for: order between what is on a stream and what will be, and what a rank's stream has come to.
+//! Words of pinned host memory that streams write and wait for. The host reads in them how far a stream has come. And unlike an event, a word can be
+//! waited for before the work that is to write it is on any stream.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -16,27 +17,27 @@ use super::stream::{DeviceEvent, DeviceStream};
 use super::waiter::{self, Outcome};
 use crate::error::Error;
 
-/// Which of the words.
+/// One of a rank's words. All but [`Word::Input`] show the number of an operation, plus 1 ([`value`](super::links::starts::value)). Now and then an
+/// operation has all of these written, also those that it does not need ([`REFRESH`](super::arrivals::REFRESH)).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Word {
-    /// The last operation whose inputs the rank's stream has come past, of those whose inputs have no number of [`Word::Input`].
+    /// The rank's stream writes this behind its waits for an operation's inputs, if these inputs have no number of [`Word::Input`].
     Begun,
-    /// The last input that the caller's stream has come past, as [`DeviceSignal::put_input`] numbers inputs.
+    /// The caller's stream writes this behind what it held at a call: the number that [`DeviceSignal::put_input`] has given to the call's inputs.
     Input,
-    /// The last operation that rank 0's stream has come to the end of, of those that one launch on that stream folds for all ranks.
+    /// Rank 0's stream writes this behind each launch that folds an operation for all ranks.
     OverForAll,
-    /// The last operation that the stream of the rank named here has come to the end of, of those for which each rank's stream works.
+    /// The stream of the rank named here writes this at the end of its work for an operation that no such launch folds.
     Over(usize),
 }
 
-/// [`Word::Begun`] and [`Word::Input`] have a line of the processor's caches each: they are so many elements apart. The words of ends follow
-/// one another behind these, as the host reads them together.
+/// The distance, in elements, from [`Word::Begun`] to [`Word::Input`], and from there to the end words. So they share no line of the CPU's caches.
 const APART: usize = 32;
-/// Where the words of ends begin.
+/// The element at which the *end words* begin: [`Word::OverForAll`] and all [`Word::Over`], one behind another, as the host reads them together.
 const ENDS: usize = 2 * APART;
 
 impl Word {
-    /// Where it is, in elements.
+    /// The element of the rank's memory that is this word.
     fn at(self) -> usize {
         match self {
             Word::Begun => 0,
@@ -47,43 +48,42 @@ impl Word {
     }
 }
 
-/// The words of one rank, in host memory that devices read and write: counters that only grow (they wrap, and are compared on a circle). The
-/// rank's own stream writes [`Word::Begun`], the caller's stream [`Word::Input`], each rank's stream its own [`Word::Over`], and rank 0's
-/// [`Word::OverForAll`]. Any stream may wait for them, and the host reads them, and may write them, without the driver.
+/// The words of one rank, in pinned host memory. Each stream writes growing numbers, which wrap and are compared modulo 2^32. The rank's own stream
+/// writes [`Word::Begun`], the caller's stream [`Word::Input`], the stream of rank r [`Word::Over(r)`](Word::Over), and rank 0's
+/// [`Word::OverForAll`]. Any stream may wait for the words. The host reads and writes them without the driver.
 pub(crate) struct DeviceSignal {
     memory: Arc<PinnedBuf<u32>>,
     address: CuDevicePtr,
     /// The rank's own stream.
     writer: DeviceStream,
-    /// The streams that write words of ends, each with its word, where they are known.
+    /// The streams that write end words, each with its word: once [`is_written_by`](Self::is_written_by) has told them.
     others: OnceLock<Vec<(Word, DeviceStream)>>,
-    /// For each word of ends, in their order: the largest number whose write was put on a stream.
+    /// For each end word, in their order: the largest number for which [`write`](Self::write) has made a write.
     furthest: Box<[AtomicU32]>,
-    /// The last number of [`Word::Input`] whose write was put on a stream.
+    /// The last number of [`Word::Input`] whose write was put on a stream, and that stream.
     input: AtomicU32,
-    /// The stream that it was put on.
     last_input: Mutex<Weak<Line>>,
     uses: Mutex<Uses>,
 }
 
-/// The streams that use the words, beside the writer.
+/// The streams that use the words, apart from the ranks' own streams and from those that only write [`Word::Input`].
 struct Uses {
-    /// By the number of a stream: the point behind its last use of them, which stands for all before it.
+    /// By the number of a stream ([`Line::id`]): the point behind its last use of the words.
     points: HashMap<u64, Option<DeviceEvent>>,
     /// When so many streams are noted, those that are done with the words are forgotten: streams come and go.
     limit: usize,
 }
 
-/// The first such limit.
+/// The first [`Uses::limit`].
 const STREAMS: usize = 16;
-/// How long it is from one look at words whose memory waits to be freed to the next.
+/// The time between two looks of [`keep_until_shown`].
 const LOOK: Duration = Duration::from_millis(10);
-/// How many times they are looked at.
+/// After so many looks in vain, [`keep_until_shown`] gives up.
 const LOOKS: u32 = 1000;
 const SIGNAL: &str = "signal what a stream has come to";
 
 impl DeviceSignal {
-    /// The words of a rank whose stream is `writer`, in a communicator of `ranks` ranks. They begin at 0.
+    /// Makes the words of a rank whose stream is `writer`, for `ranks` ranks; all show 0. An error: the driver is too old, or cannot pin memory.
     pub(crate) fn new(writer: &DeviceStream, ranks: usize) -> Result<DeviceSignal, Error> {
         let context = &writer.0.context;
         let cuda = context.cuda;
@@ -93,14 +93,14 @@ impl DeviceSignal {
         if !has {
             let problem = "it has no cuStreamWaitValue32; update the NVIDIA driver, or await the operation";
             return Err(Error::Unavailable {
-                what: "order with what is not on a stream yet".into(),
+                what: "a stream's wait for work that is not on a stream yet".into(),
                 problem: format!("{} is too old: {problem}", cuda.file()),
             });
         }
         let mut memory = PinnedBuf::<u32>::zeroed(&writer.device(), Word::Over(ranks).at())?;
         let at = memory.as_mut_ptr();
         let address = context.call("make a signal", |cuda| {
-            // SAFETY: pinned memory, for all devices, which `memory` keeps.
+            // SAFETY: `at` is the start of memory that the driver has pinned and mapped for all devices (`Context::pin`), and `memory` keeps it.
             unsafe { cuda.mem_host_get_device_pointer(at.cast(), 0) }
         })?;
         Ok(DeviceSignal {
@@ -115,19 +115,19 @@ impl DeviceSignal {
         })
     }
 
-    /// Notes which stream writes which of the words of ends.
+    /// Notes which stream writes which end word. Only the first call counts.
     pub(crate) fn is_written_by(&self, others: impl Iterator<Item = (Word, DeviceStream)>) {
         let _ = self.others.set(others.collect());
     }
 }
 
-/// How long a stream may take to come to the end of what has failed, before the host releases those that wait for it.
+/// After a failure: how long a stream may take to come to its write of an end word, before the host writes the word.
 const RELEASE: Duration = Duration::from_millis(500);
 
 fn word(memory: &PinnedBuf<u32>, which: Word) -> &AtomicU32 {
     let at = memory.as_ptr().wrapping_add(which.at()).cast_mut();
-    // SAFETY: one of the words of pinned memory, aligned, which lives as long as `memory`; after `new` everybody, devices too, uses each
-    // as an atomic word only.
+    // SAFETY: `new` has made room for the words of all ranks, and callers name only ranks of the communicator: so this is an aligned word in pinned
+    // memory, which `memory` keeps for as long as the result lives. After `new`, hosts and devices use each word only as an atomic one.
     unsafe { AtomicU32::from_ptr(at) }
 }
 
@@ -135,7 +135,7 @@ fn is_further(value: u32, than: u32) -> bool {
     value.wrapping_sub(than).cast_signed() > 0
 }
 
-/// Writes a number that only grows, unless there is as much already.
+/// Stores `value`, unless the word shows as much or more already.
 fn raise(at: &AtomicU32, value: u32) {
     let further = |shown: u32| is_further(value, shown).then_some(value);
     let _ = at.fetch_update(Ordering::AcqRel, Ordering::Acquire, further);
@@ -152,16 +152,16 @@ impl DeviceSignal {
         raise(word(&self.memory, which), value);
     }
 
-    /// For a stream that is to wait until the word shows `value` or more. The caller sees to it that the words stay until then.
+    /// The operation by which a stream waits until the word shows `value` or more. The caller sees to it that the words exist until then.
     pub(crate) fn wait(&self, which: Word, value: u32) -> CuStreamMemOp {
         CuStreamMemOp::wait(self.address(which), value)
     }
 
-    /// For a stream that is to write the word. A word of ends gets no smaller number than was put before: operations that fail together are
-    /// released in any order, and the last write must end the waits for all. For a word of ends only one thread at a time calls this. For
-    /// [`Word::Over`] it is the one that carries out the commands of the rank whose stream writes the word; for [`Word::OverForAll`], the one
-    /// that carries out the command by which the last rank arrives ([`Arrivals`](super::arrivals::Arrivals)), or, between two of these, rank
-    /// 0's commands. Once these commands are cut and none is being carried out, it is the one that ends the communicator of these words.
+    /// The operation by which a stream writes the word. The number is `value`, or for an end word the largest that was given for the word so far:
+    /// operations that fail together are released in any order, and the last write must end the waits for all. For the same reason one thread at a
+    /// time makes writes of an end word and puts them on the stream. For [`Word::Over`] it carries out the commands of the rank whose stream writes
+    /// the word; for [`Word::OverForAll`], the command by which the last rank arrives ([`Arrivals`](super::arrivals::Arrivals)) or, between two of
+    /// these, rank 0's commands. After a failure `Binding::leave` has the words written when no such command is being carried out any more.
     pub(crate) fn write(&self, which: Word, value: u32) -> CuStreamMemOp {
         let mut value = value;
         if let Some(furthest) = which.at().checked_sub(ENDS).map(|at| &self.furthest[at]) {
@@ -183,7 +183,7 @@ impl DeviceSignal {
         self.used_by(stream)
     }
 
-    /// Notes that the words are to stay until this stream has come past what was put there now.
+    /// Notes that the words must exist until this stream is past all that it holds now.
     fn used_by(&self, stream: &DeviceStream) -> Result<(), Error> {
         let mut uses = self.uses.lock();
         let Uses { points, limit } = &mut *uses;
@@ -195,14 +195,14 @@ impl DeviceSignal {
         stream.record_in(points.entry(stream.0.id).or_default())
     }
 
-    /// Has a stream that is no rank's own write a word behind what it holds now.
+    /// Makes a stream write a word behind what it holds now, and notes that the stream uses the words.
     pub(crate) fn put_on(&self, stream: &DeviceStream, which: Word, value: u32) -> Result<(), Error> {
         stream.put_words(SIGNAL, &mut [self.write(which, value)])?;
         self.used_by(stream)
     }
 
-    /// Has a stream write the next number of [`Word::Input`] behind what it holds now, and returns that number. The stream is not among the
-    /// noted uses, as the words stay until they show the last number. `None`: another stream has still to write one, so the order might break.
+    /// Makes a stream write the next number of [`Word::Input`] behind what it holds now, and returns that number. This use is not noted, as the words
+    /// are kept until they show the last number. `None`: another stream has yet to write its number, so the numbers might come in a wrong order.
     pub(crate) fn put_input(&self, stream: &DeviceStream) -> Result<Option<u32>, Error> {
         let mut last = self.last_input.lock();
         // (While a `Weak` refers to a line, no other line can have its address.)
@@ -216,7 +216,7 @@ impl DeviceSignal {
         Ok(Some(value))
     }
 
-    /// Whether the word shows the last of the numbers of [`Word::Input`] that streams were to write.
+    /// Whether [`Word::Input`] shows the last number that a stream was told to write there.
     fn shows_all_inputs(&self) -> bool {
         self.shows(Word::Input, self.input.load(Ordering::Acquire))
     }
@@ -225,14 +225,14 @@ impl DeviceSignal {
         self.address + (which.at() * size_of::<u32>()) as u64
     }
 
-    /// The streams that write words of ends, each with its word; none if they are not known yet.
+    /// The streams that write end words, each with its word; none if they are not known yet.
     fn writers(&self) -> impl Iterator<Item = (Word, &DeviceStream)> {
         let others = self.others.get().into_iter().flatten();
         others.map(|(which, stream)| (*which, stream))
     }
 
-    /// After a failure: has all ranks' streams write their words of ends behind what they hold now. If one has not come there after a while (it
-    /// may itself be held up by a stream that waits for the word), the host writes the word.
+    /// After a failure: makes all ranks' streams write their end words behind what they hold now. If a stream has not come there after [`RELEASE`] (a
+    /// stream that waits for the word may hold it up), the host writes the word. If the driver refuses the write, the host writes the word at once.
     pub(crate) fn release(&self, value: u32) -> Result<(), Error> {
         let mut result = Ok(());
         for (which, stream) in self.writers() {
@@ -251,21 +251,21 @@ impl DeviceSignal {
         result
     }
 
-    /// The rank's device takes nothing more, so its streams will not write the words that other ranks' streams, on devices that still work, wait
-    /// for before they begin: the host writes these.
+    /// The rank's device is lost, so neither the rank's stream nor the caller's will write the words that tell of this rank's inputs. The streams of
+    /// other ranks, whose devices still work, wait for these words: the host writes them.
     fn release_inputs(&self, value: u32) {
         self.set(Word::Begun, value);
         self.set(Word::Input, self.input.load(Ordering::Acquire));
     }
 
-    /// The host ends all waits for operations up to this one now.
+    /// The host writes the end words now, which ends all waits for the ends of operations up to this one.
     pub(crate) fn release_now(&self, value: u32) {
         self.writers().for_each(|(which, _)| self.set(which, value));
     }
 }
 
-/// Writes the word again and again, [`RELEASE`] apart, until the stream has come to the event: a write that is still on the stream may put a
-/// smaller number there. The words stay until then; where nobody can tell, for ever.
+/// Makes the host write the word every [`RELEASE`] until the stream has come to the event, as a write that is still on the stream may put a smaller
+/// number there. The memory is kept until then, or for good if nobody can tell.
 fn insist(behind: DeviceEvent, memory: Arc<PinnedBuf<u32>>, which: Word, value: u32) {
     let later = behind.clone();
     let then = move |_: Outcome| {
@@ -279,7 +279,7 @@ fn insist(behind: DeviceEvent, memory: Arc<PinnedBuf<u32>>, which: Word, value: 
     waiter::watch_until(behind, Some(Instant::now() + RELEASE), Box::new(then));
 }
 
-/// Drops the words' memory once the event is reached; if nobody can tell whether it is, never.
+/// Drops the words' memory once all work before the event is over; if nobody can tell whether it is, never.
 fn keep_until(event: DeviceEvent, memory: Arc<PinnedBuf<u32>>) {
     let then = move |outcome: Outcome| match outcome {
         Outcome::Unknown(_) => std::mem::forget(memory),
@@ -288,7 +288,7 @@ fn keep_until(event: DeviceEvent, memory: Arc<PinnedBuf<u32>>) {
     waiter::watch(event, Box::new(then));
 }
 
-/// Drops the words' memory once the word shows this value, if it does within so many looks. Otherwise it stays for good.
+/// Drops the words' memory once the word shows this value. If it does not after this many more looks, the memory stays for good.
 fn keep_until_shown(memory: Arc<PinnedBuf<u32>>, which: Word, value: u32, looks: u32) {
     later(LOOK, move || match is_further(value, word(&memory, which).load(Ordering::Acquire)) {
         true if looks == 0 => std::mem::forget(memory),
@@ -298,13 +298,13 @@ fn keep_until_shown(memory: Arc<PinnedBuf<u32>>, which: Word, value: u32, looks:
 }
 
 impl Drop for DeviceSignal {
-    /// Streams may still use the words, so these stay until the streams have come past that. A thread that nobody waits for asks the driver.
+    /// Streams may still use the words, so the memory is kept until they are past that. The chores thread asks the driver, which may block.
     fn drop(&mut self) {
         let mut input = None;
         if !self.shows_all_inputs() {
             input = self.last_input.get_mut().upgrade().map(DeviceStream);
             if input.is_none() {
-                // The stream is gone for the program, and its work goes on.
+                // Nobody has a handle of that stream any more, but the driver still does the work on it.
                 keep_until_shown(self.memory.clone(), Word::Input, *self.input.get_mut(), LOOKS);
             }
         }
@@ -324,7 +324,7 @@ impl Drop for DeviceSignal {
                 let memory = memory.clone();
                 match writer.point() {
                     Ok(event) => keep_until(event, memory),
-                    // No mark can be put there, so this thread waits; and where that fails, too, the words stay for good.
+                    // No event can be recorded there, so this thread waits for the stream; if that fails, too, the memory stays for good.
                     Err(_) if writer.synchronize().is_ok() => drop(memory),
                     Err(_) => std::mem::forget(memory),
                 }
@@ -346,8 +346,8 @@ impl DeviceStream {
             let stream = self.0.raw();
             if all.len() > 1 && cuda.has_stream_batch_mem_op() {
                 let count = all.len() as u32;
-                // SAFETY: `self` keeps the stream; the driver reads so many elements within the call; each names a word of 32 bits that is
-                // there until all streams are past it (`DeviceSignal::drop`, `SharedWords::drop`).
+                // SAFETY: `self` keeps the stream; the driver reads `count` elements within the call; each names a word of 32 bits. The words exist
+                // until all streams are past them: see the drop of `DeviceSignal`, and `retire` for `SharedWords`.
                 return unsafe { cuda.stream_batch_mem_op(*stream, count, all.as_mut_ptr(), 0) };
             }
             all.iter().try_for_each(|op| {

@@ -18,8 +18,8 @@ use super::transfer::{Settle, Transfer, refused_in_capture};
 use super::waiter::{self, Outcome, Then};
 use crate::error::Error;
 
-/// Bytes of a slice: so many that its start and end (tens of microseconds) cost little beside its copy, and so few that little memory is
-/// pinned.
+/// Bytes of a slice: so many that starting it and noticing its end (tens of microseconds) cost little beside its copy, and so few that little
+/// memory is pinned.
 const SLICE: usize = 4 << 20;
 /// Slices of one copy that are under way at a time: the device copies one while the host copies the other.
 const SLOTS: usize = 2;
@@ -92,7 +92,7 @@ struct Progress {
     /// How many slices are under way. The wait for the caller's stream counts as one.
     running: usize,
     failed: Option<Error>,
-    /// Whether the device may still be copying, and nobody can tell.
+    /// Whether the device may still be copying, as nobody can tell whether it is done.
     unknown: bool,
     then: Option<Then>,
 }
@@ -181,7 +181,7 @@ impl Copy {
         progress.unknown |= unknown;
     }
 
-    /// Called when one of the `running` has ended. When the last has, the copy is over, and `then` is called.
+    /// Called when a slice, or the wait for the caller's stream, has ended. When none is under way any more, the copy is over, and `then` is called.
     fn ended(&self) {
         let mut progress = self.progress.lock();
         progress.running -= 1;

@@ -38,7 +38,7 @@ impl PartialEq for DeviceStream {
 impl Eq for DeviceStream {}
 
 impl DeviceStream {
-    /// A stream of usual priority, for computing. This stream and the default stream do not wait for each other.
+    /// A stream of usual priority, for computing. This stream and the legacy default stream do not wait for each other.
     ///
     /// # Errors
     /// [`Error::Cuda`].
@@ -67,7 +67,7 @@ impl DeviceStream {
     ) -> Result<DeviceStream, Error> {
         let context = &device.0;
         let way = context.within("make a stream", |entered| Way::make(context, entered, priority))?;
-        // It is destroyed with the last handle.
+        // `Line` destroys it when the last handle is dropped.
         Ok(DeviceStream(Arc::new(Line::of(context.clone(), way, owner))))
     }
 
@@ -95,7 +95,7 @@ impl DeviceStream {
     /// - it exists until `owner` is dropped.
     ///
     /// # Errors
-    /// As [`from_raw`](Self::from_raw).
+    /// Those of [`from_raw`](Self::from_raw).
     pub unsafe fn from_raw_of(
         device: &Device,
         raw: *mut c_void,
@@ -168,7 +168,7 @@ impl DeviceStream {
             return Ok(());
         };
         self.0.context.call_plainly(MARK, |cuda| {
-            // SAFETY: both exist: `self` and `event` keep them, and they are of one context.
+            // SAFETY: both exist: `self` and `event` keep them. They are of one context, as each such event is used on one stream only.
             unsafe { cuda.event_record(event.0.raw, *self.0.raw()) }
         })
     }
@@ -220,7 +220,7 @@ impl DeviceStream {
         // began, and need not be waited for.
         let raw = *self.0.raw();
         self.0.context.call("wait for a stream", |cuda| {
-            // SAFETY: `self` keeps the stream; if `self` goes on with another one meanwhile, the context keeps the one that was left.
+            // SAFETY: `self` keeps the stream. If `self` moves to another one meanwhile, this one is a spare stream, which only a line may take.
             unsafe { cuda.stream_synchronize(raw) }
         })
     }
@@ -261,7 +261,7 @@ impl fmt::Debug for DeviceEvent {
 }
 
 impl DeviceEvent {
-    /// The point of an event that `mark` has recorded.
+    /// The point at which [`mark`](DeviceStream::mark) has recorded this event.
     pub(super) fn of(context: &Arc<Context>, raw: CuEvent) -> DeviceEvent {
         DeviceEvent(Arc::new(Point { context: context.clone(), raw, wakes: false }))
     }

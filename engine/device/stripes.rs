@@ -2,9 +2,9 @@
 //!
 //! The input is copied to the host on the buffer's stream, a *stripe* at a time: a part of the buffers on which the operation
 //! can be carried out by itself. The operation starts when the first stripe is there, works on the copy, and goes no further
-//! than what has come. What it is done with is copied back, on a stream that holds nothing but such copies. When the last copy
+//! than what has come. What it is done with is copied back, on a stream for copies that wait for nothing. When the last copy
 //! is done, the operation is finished. So one stripe is on its way from the device, another between ranks, and a third back to
-//! the device. No thread waits in between: events and the waiter's thread start what comes next.
+//! the device. No thread waits in between: the waiter's thread sees events reached, and starts what comes next.
 
 use std::mem::ManuallyDrop;
 use std::ops::Range;
@@ -31,7 +31,7 @@ const BACK: &str = "copy to the device";
 pub(crate) struct Item {
     pub(crate) place: DevicePlace,
     pub(crate) bytes: usize,
-    /// The operation reads it.
+    /// The operation reads it, or may leave some of its values as they are.
     pub(crate) fill: bool,
     /// The operation writes it.
     pub(crate) back: bool,
@@ -47,7 +47,7 @@ pub(crate) fn refused_in_capture(stream: &DeviceStream, call: &str) -> Result<()
     )
 }
 
-/// Several things, and what is called when all have ended: copies on one or more streams, or stripes.
+/// Counts things that are under way (copies on one or more streams, or stripes), and has what is called when all have ended.
 struct Together {
     left: usize,
     result: Result<(), Error>,
@@ -77,7 +77,7 @@ impl Together {
     }
 }
 
-/// Calls `then` once all events are reached, or will not be. The block is held until then.
+/// Calls `then` once each of the events, which are behind copies, is reached or cannot be reached any more. Holds the block until then.
 fn after_all(events: Vec<DeviceEvent>, block: &Arc<Block>, doing: &'static str, then: Finish) {
     if events.is_empty() {
         return then(Ok(()));
@@ -90,7 +90,7 @@ fn after_all(events: Vec<DeviceEvent>, block: &Arc<Block>, doing: &'static str, 
                 Outcome::Reached => Ok(()),
                 Outcome::Over(error) => Err(error.doing(doing)),
                 Outcome::Unknown(error) => {
-                    // The device may still copy: nobody uses the block again.
+                    // The device may still copy: the block is leaked, so that nobody uses it again.
                     std::mem::forget(block);
                     Err(error.doing(doing))
                 }
@@ -108,13 +108,13 @@ fn after_all(events: Vec<DeviceEvent>, block: &Arc<Block>, doing: &'static str, 
 struct Back {
     /// The first stripe whose copies back have not been started.
     next: usize,
-    /// The stripes on their way back; and, until all have been started, the operation, which counts as one more.
+    /// Counts the stripes on their way back, and one more for the operation itself until the copies of all stripes have been started.
     running: Together,
-    /// The streams of buffers that are only written have come past what they held at the call.
+    /// Copies back may start: the streams of buffers that are only written have come past what they held at the call.
     is_open: bool,
-    /// If the operation was over before `is_open`: what is to be called when the last copies have been started.
+    /// If the operation was over before `is_open` was set: what is to be called when the last copies have been started.
     begun: Option<Begun>,
-    /// The number of commands that are still to start copies, and of stripes whose copies failed and may not be over yet.
+    /// How many commands are still to start copies, plus how many stripes have copies that could not be put in full and may not be over yet.
     settling: usize,
 }
 
@@ -137,7 +137,7 @@ pub(crate) struct Staged {
     commands: Arc<Commands>,
 }
 
-/// While this exists, a command may at any time put copies to the device on a stream.
+/// While this exists, a command may put copies to the device on a stream at any time.
 struct Copying(Arc<Staged>);
 
 impl Copying {
@@ -154,8 +154,8 @@ impl Drop for Copying {
 }
 
 impl Staged {
-    /// Starts the copies to the host. `items` and `stripes` are not empty.
-    /// `commands`: those of the endpoint, for the copies back.
+    /// Starts the copies to the host. `items` and `stripes` are not empty. The copies back are started by `commands`, which are the endpoint's.
+    /// An error if a buffer's stream is being captured, if there is no pinned memory, or if a copy cannot be put on its stream.
     pub(crate) fn begin(
         items: Vec<Item>,
         stripes: Vec<Stripe>,
@@ -181,7 +181,7 @@ impl Staged {
         let put = || -> Result<_, Error> {
             let fills: Vec<Vec<DeviceEvent>> =
                 (0..staged.stripes.len()).map(|i| staged.fill(i)).collect::<Result<_, _>>()?;
-            // Copies back go by another stream: what the buffer's stream holds now must be over before they start.
+            // Copies back go by another stream, so they start only when what the buffers' streams hold now is over.
             let only_written = staged.items.iter().filter(|item| item.back && !item.fill && item.bytes > 0);
             let outputs: Vec<DeviceEvent> =
                 only_written.map(|item| item.place.stream.point()).collect::<Result<_, _>>()?;
@@ -194,9 +194,9 @@ impl Staged {
         Ok(staged)
     }
 
-    /// Waits, by the waiter's thread, for the events of these stripes, one stripe after another.
+    /// Has the waiter's thread wait for the events of these stripes, one stripe after another.
     fn watch(self: Arc<Self>, mut stripes: Rest) {
-        // Stripes without copies are there at once: in a loop, as there may be thousands.
+        // Stripes without copies are there at once. This is a loop and no recursion, as there may be thousands of them.
         let next = stripes.by_ref().find(|(stripe, events)| {
             if events.is_empty() {
                 self.come(*stripe, Ok(()));
@@ -212,7 +212,7 @@ impl Staged {
         after_all(events, &self.block, IN, then);
     }
 
-    /// A stripe is there; or, with an error, will never be.
+    /// A stripe is on the host; or, with an error, it will never be.
     fn come(&self, stripe: usize, result: Result<(), Error>) {
         let filled = self.items.iter().filter(|item| item.fill);
         let mut fates = filled.filter_map(|item| item.place.fate.as_ref());
@@ -222,7 +222,7 @@ impl Staged {
         }
     }
 
-    /// The streams of buffers that are only written have come past what they held at the call; or, with an error, will not.
+    /// The streams of buffers that are only written have come past what they held at the call; or, with an error, the driver has reported a failure.
     fn open(self: Arc<Self>, result: Result<(), Error>) {
         let begun = {
             let mut back = self.back.lock();
@@ -235,7 +235,7 @@ impl Staged {
         }
     }
 
-    /// Puts the copies of a stripe on the buffers' streams, and one event behind them on each.
+    /// Puts the copies of a stripe to the host on the buffers' streams, and one event behind them on each of these streams.
     fn fill(&self, stripe: usize) -> Result<Vec<DeviceEvent>, Error> {
         let mut streams = Vec::<&DeviceStream>::new();
         let mut note = |stream| {
@@ -248,8 +248,8 @@ impl Staged {
             let (from, to) = self.ends(i, &range);
             place.stream.0.context.call(IN, |cuda| {
                 // SAFETY: both sides have this many bytes (`Buf` promises it, and the block is laid out so). The copy is in the
-                // order of the buffer's stream. The block is held until the copy is done (`after_all`, `settle`); so is the
-                // buffer, or it is freed in the order of its stream.
+                // order of the buffer's stream. The block is held until the copy is done (`watch` and `after_all`, or `settle`).
+                // The buffer is held as long, or is freed in the order of its stream.
                 unsafe { cuda.memcpy_dtoh_async(to.cast(), from, range.len(), *place.stream.0.raw()) }
             })?;
             note(&place.stream);
@@ -257,7 +257,7 @@ impl Staged {
         streams.into_iter().map(DeviceStream::record).collect()
     }
 
-    /// Those pieces of a stripe that are not empty, and belong to items for which `which` is true: the item's index, and its bytes.
+    /// Those pieces of a stripe that are not empty, and belong to items for which `which` is true: the item's index, and the range of its bytes.
     fn pieces(
         &self,
         stripe: usize,
@@ -288,12 +288,12 @@ impl Staged {
         self.ready.first().cloned()
     }
 
-    /// Whether it goes in several stripes.
+    /// Whether the operation has several stripes.
     pub(crate) fn is_striped(&self) -> bool {
         self.stripes.len() > 1
     }
 
-    /// How many stripes have come; `before` of them were known to have come. If more are still to come, `waker` is woken when the next one does.
+    /// How many stripes have come; `before`: how many were known to. If more are still to come, `waker` is woken when the next one does.
     ///
     /// # Errors
     /// The cause for which a stripe will never come.
@@ -318,8 +318,8 @@ impl Staged {
         }
     }
 
-    /// The operation is done with all before `reach`: has a command start the copies back of the stripes that end there or
-    /// before. The operation is not over yet, and still owns its buffers.
+    /// The operation is done with all before `reach`: if copies back may start, has a command start those of the stripes that end
+    /// there or before. The operation is not over yet, and still owns its buffers.
     pub(crate) fn done(self: &Arc<Self>, reach: Reach) {
         let any = {
             let back = self.back.lock();
@@ -334,7 +334,7 @@ impl Staged {
         }
     }
 
-    /// A command: starts those copies.
+    /// Starts the copies back of the stripes that end at `reach` or before, if copies back may start. Calls the driver.
     fn start_back(self: &Arc<Self>, reach: Reach) {
         loop {
             let stripe = {
@@ -357,8 +357,8 @@ impl Staged {
         }
     }
 
-    /// The operation is over on the host: starts the copies back that are left. Calls `begun` when nothing more will be put
-    /// on a stream for it, and `finish` when all is back.
+    /// The operation is over on the host: starts the copies back that are left, now or when copies back may start. Calls `begun`
+    /// when nothing more will be put on a stream for it, and `finish` when all is back.
     pub(crate) fn back(self: &Arc<Self>, begun: Begun, finish: Finish) {
         // An error is also logged, as nobody may be waiting for the operation any more.
         let finish: Finish = Box::new(|result| {
@@ -386,7 +386,7 @@ impl Staged {
         self.ended(Ok(()));
     }
 
-    /// Whether copies may be on their way for which no buffer's stream waits.
+    /// Whether copies for which no buffer's stream waits may be on their way, or may be put on a stream at any time.
     pub(crate) fn is_settling(&self) -> bool {
         self.back.lock().settling > 0
     }
@@ -399,7 +399,7 @@ impl Staged {
     }
 
     /// Starts the copies of a stripe to the device. The buffers' streams wait for them, so that what is put there later comes
-    /// after them, whatever becomes of the operation. Also returns these streams.
+    /// after them, whatever becomes of the operation. Returns the events behind the copies, and these streams.
     fn put_back(&self, stripe: usize) -> (Result<Vec<DeviceEvent>, Error>, Vec<DeviceStream>) {
         let mut streams = Vec::<DeviceStream>::new();
         for (i, _) in self.pieces(stripe, |item| item.back) {
@@ -423,7 +423,7 @@ impl Staged {
                     // SAFETY: both sides have this many bytes, as in `fill`. The buffer's stream has come past what it held at
                     // the call (the events of its copies to the host say so, or `open`). It waits for this copy (below), or the
                     // buffer is not given back before the copy is over (`settle_back`). No step of the operation writes this
-                    // part of the block any more (`done`); the block is held until the copy has ended.
+                    // part of the block any more (`done`, `back`). `after_all` or `settle_back` holds the block until the copy has ended.
                     unsafe {
                         context.cuda.memcpy_htod_async(to, from.cast_const().cast(), range.len(), *copies)
                     }?;
@@ -437,8 +437,8 @@ impl Staged {
         (streams.iter().map(put).collect(), streams)
     }
 
-    /// A call failed: copies may be on the streams for copies, and the buffers' streams do not wait for them. The streams for
-    /// copies hold nothing that waits, so they end shortly. Another thread waits for that; no buffer is given back before.
+    /// A call of the driver failed: there may be copies back for which the buffers' streams do not wait. The streams for copies
+    /// hold nothing that waits, so they end shortly. Another thread waits for that; no buffer is given back before.
     fn settle_back(self: Arc<Self>, streams: Vec<DeviceStream>, error: Error, ended: Finish) {
         self.back.lock().settling += 1;
         let busy = Busy::new();
@@ -460,8 +460,8 @@ impl Staged {
         }
     }
 
-    /// A call failed: copies may be on the buffers' streams. Another thread waits until these streams have ended, and holds
-    /// the block until then; or for good, if nobody can tell.
+    /// A call of the driver failed: copies may be on the buffers' streams. Another thread waits until these streams have done
+    /// what they hold, and holds the block until then; or for good, if nobody can tell.
     fn settle(&self) {
         let block = self.block.clone();
         let streams: Vec<DeviceStream> = self.items.iter().map(|item| item.place.stream.clone()).collect();

@@ -72,7 +72,7 @@ impl<O, F> Transfer<O, F> {
 }
 
 impl<O: Send + 'static, F: Send + 'static> Transfer<O, F> {
-    /// Holds `held` until `event` is reached.
+    /// Holds `held` until `event` is reached, or cannot be reached any more.
     pub(super) fn after<K: Send + 'static>(
         event: DeviceEvent,
         held: K,
@@ -84,7 +84,7 @@ impl<O: Send + 'static, F: Send + 'static> Transfer<O, F> {
         transfer
     }
 
-    /// Holds `held` until the function that is returned with the transfer is called.
+    /// Holds `held` until the function that is returned beside the transfer is called.
     pub(super) fn pending<K: Send + 'static>(
         held: K,
         doing: &'static str,
@@ -106,7 +106,7 @@ impl<O: Send + 'static, F: Send + 'static> Transfer<O, F> {
         (Transfer(State::Running(promise)), Box::new(then))
     }
 
-    /// Puts work on `stream` that touches what `held` owns.
+    /// Has `put` put work on `stream` that touches what `held` owns, and holds `held` until that work is done.
     pub(super) fn start<K: Send + 'static>(
         stream: &DeviceStream,
         mut held: K,
@@ -130,7 +130,7 @@ impl<O: Send + 'static, F: Send + 'static> Transfer<O, F> {
                 Transfer::after(DeviceEvent::of(context, event), held, doing, settle)
             }
             Err(error) => {
-                // If anything was put on the stream, it is over once the stream has been synchronized.
+                // `put` may have put something on the stream, which is over once the stream has been synchronized.
                 let over = stream.synchronize().is_ok();
                 let held = if over {
                     Some(held)
@@ -156,7 +156,7 @@ impl<O, F> Future for Transfer<O, F> {
     }
 }
 
-/// Waits for a [`DeviceEvent`]: the future that `.await` on an event makes.
+/// The future that `.await` on a [`DeviceEvent`] makes: it waits until the event is reached.
 #[derive(Debug)]
 pub struct Reached(Transfer<()>);
 

@@ -1,11 +1,11 @@
 //! A thread of the process that finds out when work on devices has ended: for futures, and for memory that is held until then.
 //!
-//! The thread sleeps until the driver calls. For each event that is waited for, a stream that has nothing else to do waits for
-//! the event and then calls [`ring`] on the host (`cuLaunchHostFunc`). Such a function may not call the driver, and holds its
-//! stream up; so it only wakes the thread, which asks about the event and does the rest. So no stream of the user's, nor of
-//! another library's, ever waits for host code.
+//! For each event that is waited for, one of the engine's own idle streams, a *notifier*, waits for the event and then calls [`ring`] on the
+//! host (`cuLaunchHostFunc`). Such a function may not call the driver, and holds its stream up; so it only wakes the thread, which asks the
+//! driver about the event and does the rest. No stream of the user's, nor of another library's, ever waits for host code.
 //!
-//! The driver does not call once work in the context has failed, so the thread also asks about every event now and then.
+//! For some events no notifier can be had ([`Context::notifier`]), and the driver calls no host function once work in the context has failed.
+//! So the thread also asks about every event now and then.
 
 use std::collections::BTreeMap;
 use std::ffi::c_void;
@@ -26,35 +26,33 @@ use crate::commands::never_block_here;
 use crate::error::Error;
 use crate::mem::Event;
 
-/// How an event ended.
+/// How the wait for an event ended.
 pub(super) enum Outcome {
-    /// Reached.
     Reached,
-    /// The driver says that something failed, but also that all work up to the event is over.
+    /// The driver has reported a failure, but also that all work before the event is over.
     Over(Error),
-    /// Nobody can tell whether work before it still runs.
+    /// The driver has reported a failure, or the wait was given up: nobody can tell whether work before the event still runs.
     Unknown(Error),
 }
 
 pub(super) type Then = Box<dyn FnOnce(Outcome) + Send>;
 
-/// What is called when an operation on a device is over: once, on any thread.
+/// What is called, at most once and on any thread, when work on a device has ended (`Ok`) or failed.
 pub(crate) type Finish = Box<dyn FnOnce(Result<(), Error>) + Send>;
 
-/// How far the work that matters on a stream has come.
+/// How far an operation's work on a stream has come. `Over`: the stream has done all of it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Stage {
-    /// Not all of it is on the stream yet: that the stream has come to its end says nothing.
+    /// Not all of it is on the stream yet: if the stream has done all that it holds, this says nothing.
     Coming,
     /// All of it is on the stream.
     There,
     Over,
 }
 
-/// What is waited for.
 enum What {
     Event(DeviceEvent),
-    /// That this stream fails, or comes to its end after all work that matters was put on it. Given up once `stage` says that this work is over.
+    /// That this stream fails, or has done all that it holds while `stage` says [`Stage::There`]. Given up once `stage` says [`Stage::Over`].
     Stream {
         stream: DeviceStream,
         stage: Box<dyn Fn() -> Stage + Send>,
@@ -72,19 +70,21 @@ impl What {
 
 struct Entry {
     what: What,
-    /// The stream that waits for the event. `None`: none does, the thread has to ask.
+    /// The notifier that waits for the event. `None`: none does, so the thread has to ask.
     notifier: Option<CuStream>,
+    /// The driver will not call for this event, so the thread asks every [`ASK`].
     asked: bool,
     /// When the wait is given up.
     until: Option<Instant>,
     then: Then,
-    /// Dropped last.
+    /// Dropped last: until then [`settle`](super::chores::settle) waits.
     _busy: Busy,
 }
 
 #[derive(Default)]
 struct State {
     entries: BTreeMap<u64, Entry>,
+    /// The numbers of the entries for which the driver has called.
     rung: Vec<u64>,
     next: u64,
     /// The thread sleeps until it is woken: it does not look by itself.
@@ -101,24 +101,24 @@ static WAITER: Waiter = Waiter {
     bell: Condvar::new(),
 };
 
-/// How often the thread asks about every event, in case the driver does not call.
+/// How often the thread asks about everything that is waited for, in case the driver does not call.
 const SWEEP: Duration = Duration::from_millis(20);
-/// The same for an event for which no stream waits.
+/// The same while an event is waited for about which the driver will not call ([`Entry::asked`]).
 const ASK: Duration = Duration::from_millis(1);
-/// How often streams are asked whether they have failed.
+/// The same while a stream is watched ([`What::Stream`]).
 const ERRORS: Duration = Duration::from_millis(5);
 
-/// When nothing is waited for, the thread still looks every [`SWEEP`] for this long before it sleeps, so that a thread which watches one event after
+/// When nothing is waited for any more, the thread goes on looking every [`SWEEP`] for this long before it sleeps: whoever waits for one event after
 /// another need not wake it each time.
 const LINGER: Duration = Duration::from_millis(200);
 
-/// What the driver calls on its own thread: `token` is a number, not an address.
+/// What the driver calls on a thread of its own. `token` is an entry's number, not an address.
 unsafe extern "C" fn ring(token: *mut c_void) {
     WAITER.state.lock().rung.push(token.addr() as u64);
     WAITER.bell.notify_one();
 }
 
-/// Calls `then` once `event` is reached or will not be, on the waiter's thread.
+/// Calls `then`, on the waiter's thread if there is one, once `event` is reached or cannot be any more.
 pub(super) fn watch(event: DeviceEvent, then: Then) {
     watch_until(event, None, then);
 }
@@ -138,10 +138,10 @@ pub(super) fn watch_until(event: DeviceEvent, until: Option<Instant>, then: Then
     let what = What::Event(event.clone());
     let token = enter(Entry { what, notifier, asked, until, then, _busy: Busy::new() });
     let launched = notifier.is_some_and(|notifier| {
-        // SAFETY: the notifier and the event (`event` keeps it) are of the context that is entered.
+        // SAFETY: the notifier and the event are of the context that `entered` has entered; the context keeps the one, `event` the other.
         let waits = unsafe { context.cuda.stream_wait_event(notifier, raw, 0) };
         let token = std::ptr::without_provenance_mut(token as usize);
-        // SAFETY: `ring` takes a number, calls nothing of the driver's, and does not unwind.
+        // SAFETY: to `ring` the token is only a number; `ring` makes no call of the driver, and does not unwind.
         waits.and_then(|()| unsafe { context.cuda.launch_host_func(notifier, ring, token) }).is_ok()
     });
     if !launched {
@@ -161,20 +161,20 @@ fn is_started() -> bool {
     })
 }
 
-/// Gives the thread something to wait for. Returns its number.
+/// Gives the thread this entry. Returns the entry's number.
 fn enter(entry: Entry) -> u64 {
     let mut state = WAITER.state.lock();
     let token = state.next;
     state.next += 1;
     state.entries.insert(token, entry);
-    // The driver may never call: the thread is to look by itself.
+    // The driver may never call, so from now on the thread must look by itself.
     if state.asleep {
         WAITER.bell.notify_one();
     }
     token
 }
 
-/// Calls `finish` with how it ended: an error says that it came while `doing`.
+/// Makes a function that calls `finish` with how the wait ended. An error also says what was being done (`doing`).
 fn finishing(doing: &'static str, finish: Finish) -> Then {
     Box::new(move |outcome| match outcome {
         Outcome::Reached => finish(Ok(())),
@@ -182,9 +182,9 @@ fn finishing(doing: &'static str, finish: Finish) -> Then {
     })
 }
 
-/// Has the thread ask now and then whether work on a stream has failed, until `stage` says that what matters is over. Calls `finish` with the
-/// failure; or, if the stream has come to its end while `stage` still says [`Stage::There`], with `Ok`. This function itself makes no
-/// call of the driver.
+/// Makes the thread ask the driver now and then whether work on a stream has failed, until `stage` says [`Stage::Over`]: then `finish` is not
+/// called. It is called with the failure, or with `Ok` if the stream has done all that it holds while `stage` says [`Stage::There`]. This function
+/// itself makes no call of the driver.
 pub(crate) fn watch_stream(
     stream: &DeviceStream,
     doing: &'static str,
@@ -205,11 +205,11 @@ pub(crate) fn watch_stream(
     });
 }
 
-/// The outcome that follows from an answer of the driver about an event other than "not yet".
+/// The outcome of the wait for an event about which the driver has given this error, or none: then the event is reached. May block.
 fn settle(event: &DeviceEvent, error: Option<Error>) -> Outcome {
     match error {
         None => Outcome::Reached,
-        // The error may come from other work. What counts for memory is whether the work before the event is over.
+        // Other work may have caused the error. Whoever holds memory needs to know whether the work before the event is over.
         Some(error) if event.wait().is_ok() => Outcome::Over(error),
         Some(error) => Outcome::Unknown(error),
     }
@@ -220,23 +220,23 @@ impl Entry {
         self.until.is_some_and(|until| Instant::now() >= until)
     }
 
-    /// Nobody need be told: what matters on the stream is over.
+    /// Whether nobody need be told any more, as the operation's work on the stream is over.
     fn is_past(&self) -> bool {
         matches!(&self.what, What::Stream { stage, .. } if stage() == Stage::Over)
     }
 
-    /// How it ended, if it has.
+    /// Asks the driver. Returns how the wait ended, if it has.
     fn ask(&self) -> Option<Outcome> {
         let context = self.what.context();
-        // `stage` is asked before the driver is, as the driver's answer says nothing about work that comes to the stream later.
+        // `stage` is asked before the driver: the driver's answer says nothing about work that is put on the stream later.
         let stage = match &self.what {
             What::Event(_) => Stage::There,
             What::Stream { stage, .. } => stage(),
         };
         let query = |_entered| match &self.what {
-            // SAFETY: `event` keeps it, and its context is current.
+            // SAFETY: `event` keeps the driver's event, whose context is current (`_entered`).
             What::Event(event) => unsafe { context.cuda.event_query(event.0.raw) },
-            // SAFETY: `stream` keeps it, and its context is current.
+            // SAFETY: `stream` keeps the driver's stream, whose context is current (`_entered`).
             What::Stream { stream, .. } => unsafe { context.cuda.stream_query(*stream.0.raw()) },
         };
         match context.enter_plainly().and_then(query) {
@@ -247,7 +247,7 @@ impl Entry {
                 Some(Outcome::Unknown(context.tell("wait for an event", error)))
             }
             Err(error) if is_not_yet(error.code) && self.is_late() => {
-                Some(Outcome::Unknown(context.tell("wait for an event for so long", error)))
+                Some(Outcome::Unknown(context.tell("wait for an event any longer", error)))
             }
             Err(error) if is_not_yet(error.code) => None,
             Err(error) => {
@@ -264,9 +264,9 @@ impl Entry {
         if let Some(notifier) = self.notifier {
             self.what.context().give_back(notifier, !matches!(outcome, Outcome::Unknown(_)));
         }
-        // Wakers are a runtime's code, and what is dropped may be a user's.
+        // `then` may call a runtime's waker, and drop what is a user's: a panic in these must not end the thread.
         if catch_unwind(AssertUnwindSafe(|| (self.then)(outcome))).is_err() {
-            tracing::error!("what was to happen after work of a device panicked");
+            tracing::error!("a function that was to be called after work on a device panicked");
         }
     }
 }
@@ -298,7 +298,7 @@ impl Waiter {
         }
     }
 
-    /// Waits until there is something to ask, and takes it out.
+    /// Waits until entries are due to be asked about, and takes them out.
     fn due(&self, Clock { swept, busy }: &mut Clock) -> Vec<(u64, Entry)> {
         let mut state = self.state.lock();
         loop {
@@ -338,12 +338,12 @@ impl Waiter {
 }
 
 impl DeviceEvent {
-    /// Calls `finish` when the point is reached, or cannot be reached any more.
+    /// Calls `finish` when the point is reached, or with an error when it cannot be reached any more.
     pub(crate) fn then(self, doing: &'static str, finish: Finish) {
         watch(self, finishing(doing, finish));
     }
 
-    /// The same point as an event of the host's: complete when this is reached, failed where work before it has failed.
+    /// The same point as an event of the host's: complete when this point is reached, failed if the driver reports a failure first.
     pub fn on_host(&self) -> Event {
         let event = Event::pending();
         let fire = event.clone();

@@ -2,7 +2,7 @@
 //!
 //! The engine calls the library once all ranks have called the same operation, which they find out over the host's links
 //! (`WholeOp`, `device/carriers/whole.rs`). So a library never sees ranks that disagree, nor waits for one that does not call.
-//! `docs/adr/0026-whole-collectives.md` describes each step, and the locks.
+//! `docs/adr/0026-whole-collectives.md` describes each step.
 
 mod order;
 
@@ -17,28 +17,28 @@ use crate::mem::Witness;
 use crate::plan::{INPUT, OUTPUT, Slot};
 use crate::types::{DType, Kind, Rank, ReduceOp, Tables};
 
-/// The memory of a call, or of one entry of a list.
+/// The memory of a call, or of one buffer if the call has a list of buffers.
 #[derive(Clone)]
 pub(crate) struct Piece {
     /// Equal to `output` in a call in place.
     pub(crate) input: *const u8,
     pub(crate) output: *mut u8,
-    /// Elements, as the collective counts them. With a count for each rank: those of all ranks together; meaningless in a collective in which each rank
-    /// knows only its own counts.
+    /// Elements, as the collective counts them. With a count for each rank: those of all ranks together, but without meaning in a
+    /// collective in which each rank knows only its own counts.
     pub(crate) count: usize,
     pub(crate) dtype: DType,
-    /// With a count for each rank: where the blocks are, in the input and in the output. In a call in place the input has none of its own.
+    /// With a count for each rank: where each rank's block is, in the input and in the output. In a call in place there is no table of the input.
     pub(crate) tables: Option<Arc<Tables>>,
 }
 
-// SAFETY: the pointers are into buffers that the in-flight table owns (all `Buf: Send`) until the operation has ended.
+// SAFETY: the pointers are into buffers that the in-flight table owns (each is `Send`) until the operation has ended. All else is `Send`.
 unsafe impl Send for Piece {}
 
 impl Piece {
     pub(crate) fn is_in_place(&self) -> bool {
         match &self.tables {
             None => self.input == self.output.cast_const(),
-            // Its input may be a copy by now, which is laid out as the buffer is.
+            // The addresses do not tell: the input may be a copy by now, which is laid out as the buffer is.
             Some(tables) => tables.slots[usize::from(INPUT)].is_empty(),
         }
     }
@@ -69,7 +69,7 @@ impl Piece {
         (memory.wrapping_add(range.start * self.dtype.size()), range.len() * self.dtype.size())
     }
 
-    /// Where this rank's own block is, if the input is one block.
+    /// Where this rank's own block is, in a collective whose input is one block. In place it is one block of the output.
     pub(crate) fn own_input(&self, rank: Rank) -> *const u8 {
         if self.is_in_place() { self.block(self.output, rank) } else { self.input }
     }
@@ -78,9 +78,9 @@ impl Piece {
 /// What was called.
 pub(crate) struct WholeCall {
     pub(crate) kind: Kind,
-    /// 0 where there is none.
+    /// 0 if the collective has none.
     pub(crate) root: Rank,
-    /// Meaningless where nothing is reduced.
+    /// Meaningless if nothing is reduced.
     pub(crate) op: ReduceOp,
     /// What this rank's input is multiplied by first.
     pub(crate) scale: Option<f64>,
@@ -103,7 +103,7 @@ pub(crate) struct Moved {
 pub(crate) struct MessagePath {
     pub(crate) whole: Arc<dyn Whole>,
     pub(crate) order: Arc<LaunchOrder>,
-    /// What calls the library and the driver for the messages.
+    /// The commands in which the library and the driver are called for the messages.
     pub(crate) commands: Arc<Commands>,
     /// A stream for messages alone: while a message waits there for its other end, collectives that devices run by plans go on beside it.
     pub(crate) stream: DeviceStream,
@@ -113,10 +113,10 @@ pub(crate) struct MessagePath {
     pub(crate) waker: Waker,
 }
 
-// SAFETY: as for `Piece`.
+// SAFETY: as for `Piece`, with an address of a device.
 unsafe impl Send for Moved {}
 
-/// How far a library has got with what it was told to do last: to make its end of a communicator, or a call.
+/// How far a library has got with what it was told to do last: make its end of a communicator, carry out a call, or move messages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Standing {
     /// The library is still at work on the host. If the call is on device memory, not all of it is on the stream yet.
@@ -133,8 +133,8 @@ pub(crate) enum Standing {
 
 /// One rank's end of a library's own communicator: for NCCL, an `ncclComm_t`.
 ///
-/// One thread at a time calls `submit`, `exchange` and `poll`: for device memory, the one that carries the communicator's commands out. They, and
-/// `get_ready`, may block as long as the driver does. The others do not block.
+/// One thread at a time calls `submit`, `exchange` and `poll`: once the end is made, and for device memory, the one that carries the communicator's
+/// commands out. They, and `get_ready`, may block as long as the driver does. The others do not block.
 /// [`check`](Witness::check) tells any thread whether the library has failed, at anything; while another thread is in a call of the library it
 /// may say `Ok`, and that thread then hears of the failure. After an abort the library counts as failed.
 pub(crate) trait Whole: Witness {
@@ -145,7 +145,7 @@ pub(crate) trait Whole: Witness {
     /// compared when the communicator was bound: so it is the same on all ranks.
     fn takes(&self, call: &WholeCall) -> bool;
 
-    /// Called when such a call is made: gets from the driver what it will need on this stream, as at the call's turn nothing may wait for the device.
+    /// Called when such a call is made: gets from the driver what the call will need on this stream. Later nothing may wait for the device.
     fn get_ready(&self, _: &WholeCall, _stream: &DeviceStream) -> Result<(), Error> {
         Ok(())
     }
@@ -157,12 +157,12 @@ pub(crate) trait Whole: Witness {
     /// them out of the stream's order, until the call has ended; or, after an abort, until [`is_quiet`](Self::is_quiet) is true.
     unsafe fn submit(&self, call: WholeCall, stream: Option<&DeviceStream>) -> Result<(), Error>;
 
-    /// Whether its failure is not to be reported yet, as the driver will soon say more about the cause. Meanwhile no call counts as done.
+    /// Whether the library's failure is not to be reported yet, as the driver will soon say more about the cause. Meanwhile no call counts as done.
     fn gives_way(&self) -> bool {
         false
     }
 
-    /// Whether it moves messages of a device's memory, too. The same on all ranks.
+    /// Whether the library also moves messages of a device's memory. The same on all ranks.
     fn moves_messages(&self) -> bool {
         false
     }
@@ -176,13 +176,13 @@ pub(crate) trait Whole: Witness {
         Err(Error::system("give messages to a library", "it moves none (a bug)"))
     }
 
-    /// What an operation that all its ranks have called is still waiting for: the library, and the operation that is to be launched before it, if any.
+    /// What an operation that all ranks have called still waits for: the library, and the operation that is to be launched before it, if any.
     fn not_ended(&self, turn: Option<&Turn>) -> MissingState {
         let behind = turn.and_then(Turn::before).map(|before| format!(" (behind {before})"));
         MissingState::NotEnded { by: self.name().to_owned() + &behind.unwrap_or_default() }
     }
 
-    /// How far it is with what was begun last.
+    /// How far the library is with what was begun last.
     fn poll(&self) -> Result<Standing, Error>;
 
     /// Ends whatever the library does, as the communicator is dead. A second call does nothing.
@@ -195,9 +195,9 @@ pub(crate) trait Whole: Witness {
 /// Whether a library takes several ranks on one device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Sharing {
-    /// This version of the library cannot.
+    /// This version of the library does not.
     Unknown,
-    /// It would, but the environment does not allow it.
+    /// This version does so if the environment allows it, which it does not here.
     NoLeave,
     Yes,
 }
@@ -233,7 +233,7 @@ pub(crate) struct BoundWhole {
     pub(crate) whole: Arc<dyn Whole>,
     /// The order of launches on the rank's device; `None` if the library takes the host's memory.
     pub(crate) order: Option<Arc<LaunchOrder>>,
-    /// The device, by its identity.
+    /// The device's UUID; `None` if the library takes the host's memory.
     pub(crate) device: Option<[u8; 16]>,
     /// A number made from the id ([`Library::id`]), the same on all ranks.
     pub(crate) number: u64,

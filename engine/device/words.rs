@@ -37,8 +37,8 @@ unsafe impl Sync for SharedWords {}
 impl Drop for SharedWords {
     fn drop(&mut self) {
         self.context.close("unregister the words that processes share", |cuda| {
-            // SAFETY: `register` has registered the memory, once. Whoever drops this has waited for the streams that use the
-            // words, if any do (`retire`).
+            // SAFETY: `register` has registered the memory, once. If streams of this process have used the words, whoever drops this
+            // has waited until the streams are past that (`retire`).
             unsafe { cuda.mem_host_unregister(self.at.as_ptr().cast()) }
         });
     }
@@ -59,17 +59,17 @@ impl SharedWords {
         let context = &stream.0.context;
         context.call("register words that processes share", |cuda| {
             let flags = CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP;
-            // SAFETY: the caller vouches for the memory. It is unregistered when the result is dropped.
+            // SAFETY: the caller's promise. `mapping` keeps the memory mapped until `drop` has unregistered it.
             unsafe { cuda.mem_host_register(at.as_ptr().cast(), bytes, flags) }?;
             let context = context.clone();
             let mut words = SharedWords { context, at, bytes, address: 0, _mapping: mapping };
-            // SAFETY: the memory was just registered, and mapped for devices.
+            // SAFETY: the memory was just registered with `CU_MEMHOSTREGISTER_DEVICEMAP`, so it has an address for devices.
             words.address = unsafe { cuda.mem_host_get_device_pointer(at.as_ptr().cast(), 0) }?;
             Ok(words)
         })
     }
 
-    /// The offset of the word that begins at byte `at`. Any other `at` is a bug: without debug assertions it gives the offset of some word here.
+    /// Returns `at`, the offset of a word in bytes. If no word begins there, it is a bug: without debug assertions another word's offset comes back.
     fn offset(&self, at: usize) -> usize {
         debug_assert!(at.is_multiple_of(4) && at + 4 <= self.bytes);
         at.min(self.bytes - 4) & !3
@@ -94,7 +94,7 @@ impl DeviceStream {
         self.put_words("make a stream wait for another process", &mut [wait])
     }
 
-    /// Makes the stream write these words, each with its value, when it comes here: after everything that it wrote before.
+    /// Makes the stream write words, each named by its offset in bytes and with its value, after everything that the stream writes before.
     pub(crate) fn put_shared(&self, words: &SharedWords, all: &[(usize, u32)]) -> Result<(), Error> {
         let write = |(at, value): &(usize, u32)| {
             CuStreamMemOp::write(words.address + words.offset(*at) as u64, *value)

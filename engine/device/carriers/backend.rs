@@ -1,5 +1,5 @@
-//! The memory of a CUDA device as a backend of plans: where the host's backend computes at once, this one puts a kernel on the rank's stream,
-//! with addresses of the device.
+//! The memory of a CUDA device as a backend of plans: where the host's backend computes at once, this one has a kernel put on the rank's
+//! stream, with addresses of the device.
 //!
 //! An accumulator is as long as its step's chunk. No place in it is used twice, so a result can be lent to peers where it lies in the accumulator.
 
@@ -19,7 +19,7 @@ use crate::link;
 use crate::link::waits::{Wait, kept};
 use crate::plan::{INPUT, Lending, OUTPUT, Operand, Program, SCRATCH, Slot};
 
-/// The memory of a device in which one part runs. What the part needs beside the user's buffers is a region of the operation's workspace.
+/// The backend of one part that runs on a device. What the part needs beside the user's buffers is a region of the operation's workspace.
 pub(super) struct Cuda {
     binding: Arc<Binding>,
     is_prepared: bool,
@@ -30,7 +30,7 @@ pub(super) struct Cuda {
     accumulators: Vec<Option<*mut u8>>,
 }
 
-// SAFETY: the pointers are addresses of a device's memory, which the operation's workspace owns; no thread of the host follows them.
+// SAFETY: the pointers are addresses of a device's memory, which the host never follows and which are tied to no thread. All else is Send.
 unsafe impl Send for Cuda {}
 
 /// A part's region of the operation's workspace, which is given back when this is dropped.
@@ -56,9 +56,9 @@ impl Drop for Region {
     }
 }
 
-/// The error for something that no kernel does.
+/// The error for something that this backend cannot do, and that nobody should have asked of it.
 fn unsupported(what: &str) -> Error {
-    Error::system("run a collective on a device", format!("there is no kernel for {what} (a bug)"))
+    Error::system("run a collective on a device", format!("it does not support {what} (a bug)"))
 }
 
 /// Has a kernel put on the rank's stream.
@@ -74,10 +74,10 @@ fn launch(
     // SAFETY: by the layout, every operand and every result is a chunk of one of the operation's buffers or of the part's own memory, or it
     // lies in a frame or a loan of that length. It is memory of this device, or of one that this device may touch, as `Comm::bind_device`
     // has checked. The in-flight table owns the buffers until the streams of all ranks have passed the operation's end. This stream waits for
-    // the streams that used the buffers before (`DeviceOp::begin`, `DeviceOp::awaits_input`). The run's limits and the links' events order
-    // this kernel with what peers read or write meanwhile, and with the part's other steps. The part's own memory is a region of the
-    // operation's workspace, which nobody else uses until the stream has come to the operation's end. Once the communicator has failed, either the
-    // command is not carried out, or whoever gives buffers back waits until it has been (`Binding::is_touched`).
+    // the streams that used the buffers before (`DeviceOp::begin`, `DeviceOp::awaits_input`), and the links order it with the streams of peers
+    // that read or write the same memory (`links/`). The part's other steps, and later parts that get its region of the workspace, come on this
+    // same stream. Once the communicator has failed, either the command is not carried out, or whoever gives buffers back waits until it has
+    // been (`Binding::is_touched`).
     let put = move || unsafe { stream.launch(doing, &launch) };
     let operation = binding.current();
     binding.ours.commands.put(move || {
@@ -98,11 +98,11 @@ impl Cuda {
         if bytes == 0 {
             return Ok(std::ptr::null_mut());
         }
-        let short = || unsupported("so much memory of its own");
+        let short = || unsupported("a part that needs so much memory");
         self.region.as_mut().and_then(|region| region.take(bytes)).ok_or_else(short)
     }
 
-    /// Where the work goes.
+    /// The rank's stream, on which the work is put.
     fn stream(&self) -> &DeviceStream {
         &self.binding.ours.stream
     }
@@ -138,7 +138,7 @@ impl Cuda {
         launch(&self.binding, c, "scale the input of a collective", kernel)
     }
 
-    /// Combines the operands of a slice into `out`.
+    /// Has the operands of a slice combined into `out`.
     fn run(&self, slice: &Slice<'_>, out: *mut u8) -> Result<(), Error> {
         if slice.state.unit == 0 {
             return Ok(());
@@ -223,7 +223,7 @@ impl Backend for Cuda {
             _ => (self.accumulator(slice, state.got)?, false),
         };
         self.run(slice, out)?;
-        // A result that has no place on this rank can be sent from the accumulator at once.
+        // A result that has no place on this rank can be sent from the accumulator at once, if all before it was sent.
         let passes = slice.dst.is_none() && slice.is_ready && state.got == state.pos;
         let payload = (slice.is_ready && (passes || is_dst)).then_some(Payload::Memory(out));
         Ok(Combined { taken: slice.m, is_stored: is_dst || passes, payload })
@@ -247,7 +247,7 @@ impl Backend for Cuda {
     unsafe fn fill_slot(&mut self, _: *const u8, _: *mut u8, _: usize, _: &mut Port) {}
 }
 
-/// The memory of devices of one host, lent where it lies.
+/// How the memory of devices of one host is lent: where it lies.
 #[derive(Clone)]
 pub(super) struct CudaLoans {
     binding: Arc<Binding>,
@@ -258,14 +258,14 @@ impl CudaLoans {
         CudaLoans { binding: binding.clone() }
     }
 
-    /// Where the work goes.
+    /// The rank's stream, on which the work is put.
     fn stream(&self) -> &DeviceStream {
         &self.binding.ours.stream
     }
 }
 
 impl Binding {
-    /// Whether all ranks lend each other the memory of a part, so that a single kernel can fold it. Otherwise the part runs by its steps.
+    /// Whether all ranks can lend each other the memory of a part, so that one kernel can fold what they lend. Otherwise the part runs by its steps.
     fn lends(&self, part: &Part, lending: &Lending) -> bool {
         let size = lending.plan.size;
         let longest = part.count.div_ceil(size).saturating_mul(part.dtype.size());
@@ -289,7 +289,7 @@ impl Binding {
                 None => others += 1,
             }
         }
-        // Between processes it is a rank's own stream that says that what it lends is ready, not the caller's stream.
+        // Between processes not the caller's stream but the rank's own says that what the rank lends is ready.
         folds.are_all = folds.are_any() && others == 0 && self.far.is_none();
         folds.are_one = folds.are_all && parts.len() == 1;
         folds.may_be_for_all = folds.are_one && self.has_leader();
@@ -302,16 +302,16 @@ impl Binding {
     pub(super) fn needs(&self, op: &Operation, part: &Part) -> usize {
         let lends = part.program.lending.as_ref().is_some_and(|lending| self.lends(part, lending));
         let scaled = part.factor(op.scale, &op.reduction).is_some();
-        // Each step's accumulator, the scratch memory and the scaled copy begin at a multiple of `ALIGN`.
+        // Each step's accumulator, the scratch memory, the scaled copy and the region itself begin at a multiple of `ALIGN`.
         needs(part.kept_on_device(scaled, lends), part.program.plan.steps.len() + 3)
     }
 }
 
 impl Lends for CudaLoans {
-    /// Ranks in one process lend each other memory for parts of any size; ranks in several processes only for large ones, as the kernel that folds is then
-    /// put on a stream only when all ranks are ready (`device/links/ipc.rs`). Parts whose chunks are longer than a frame may be ([`limits`]) take the steps, in
-    /// slices; so do all parts in groups too large for one kernel, or with a device that has no words. All ranks decide alike: they see the same lengths and
-    /// know where all devices are.
+    /// Ranks in one process lend each other memory for parts of any size; ranks in several processes only for large ones, as the kernel that folds
+    /// is then put on a stream only when all ranks are ready (`device/links/ipc.rs`). Parts whose chunks are longer than a frame may be ([`limits`])
+    /// take the steps, in slices; so do all parts in groups too large for one kernel, or with a device that has no words (between processes each has:
+    /// `comm/reach.rs`). All ranks decide alike: they see the same lengths and know where all devices are.
     fn begin(&mut self, c: Context<'_>, lending: &Lending) -> Agreement {
         let is_known = || self.binding.current().is_some_and(|operation| operation.is_folded());
         match self.binding.lends(c.part, lending) && is_known() {
@@ -366,13 +366,13 @@ impl Lends for CudaLoans {
         Ok(())
     }
 
-    /// Puts one kernel on the stream, which folds all operands into all results.
+    /// Has one kernel put on the stream, which folds all operands into all results.
     fn fold(&mut self, fold: &Fold<'_>, _: &Port) -> Result<usize, Error> {
         let c = fold.c;
         let operation =
             self.binding.current().ok_or_else(|| unsupported("an operation that was not begun"))?;
         if operation.is_for_all() {
-            return Ok(fold.m); // the rank that arrived last has launched it for all
+            return Ok(fold.m); // the rank that arrives last launches it for all
         }
         let Reduction::Op(op) = &c.op.reduction else { return Err(unsupported("a function")) };
         let (mut all_ins, mut all_outs) = ([0; cuda::MAX_INS], [0; MAX_OUTS]);
@@ -383,8 +383,8 @@ impl Lends for CudaLoans {
         let divisor = c.divisor(fold.step);
         let kernel = cuda::reduce(c.part.dtype, *op, ins, outs, fold.m as u64, divisor, ctas);
         let launch = kernel.ok_or_else(|| unsupported(&format!("{op:?} on {}", c.part.dtype)))?;
-        // SAFETY: as in `launch`. The waits that `DeviceOp::fold` puts before the kernel order it behind what the streams of all ranks held
-        // before. The callers get their buffers back when the streams of all ranks have come to the operation's end.
+        // SAFETY: as in `launch`. The kernel comes behind what the streams of all ranks held at their calls: `DeviceOp::fold` makes this stream
+        // wait for those of this process, and the loans of other processes were seen only when their streams had come there (`links/ipc.rs`).
         operation
             .fold(fold.is_last, move |stream| unsafe { stream.launch("fold what all ranks lend", &launch) });
         Ok(fold.m)

@@ -18,7 +18,7 @@ use crate::link::exit::IsOver;
 use crate::plan::Step;
 use crate::trace::log::LOG;
 
-/// The advice in [`DeviceCopies::why`] for callers who want no copies.
+/// The advice at the end of [`DeviceCopies::why`], for callers who want no copies.
 const INSTEAD: &str = "memory that allstream allocates (DeviceBuf::zeroed, from_host) needs no copy";
 
 /// What a communicator is bound to, as the executor has it.
@@ -71,7 +71,7 @@ impl BoundTo {
         Ok(path.clone())
     }
 
-    /// Whether devices may still touch the memory of the communicator, which has failed.
+    /// For a communicator that has failed: goes on with its end on the devices, and says whether these may still touch its memory.
     fn is_on_devices(&self, since: Duration) -> bool {
         self.binding.as_ref().is_some_and(|binding| binding.is_touched(since))
     }
@@ -97,13 +97,13 @@ impl Bound for BoundTo {
     }
 
     fn is_touched(&self, lane: Option<&mut (dyn Lane + 'static)>, since: Duration) -> bool {
-        // Asked first: once this process's streams are known to be quiet, this rank lends nothing more, so the answers below stay true.
+        // Asked first: once this process's streams are known to be quiet, this rank lends nothing more, so that the answers below stay true.
         let is_on_devices = self.is_on_devices(since);
         let Some(far) = self.binding.as_ref().and_then(|binding| binding.far.as_ref()) else {
             return is_on_devices;
         };
         let is_elsewhere = lane.is_some_and(|lane| lane.port().is_read_elsewhere());
-        // After `let_go` the host itself has written most of this rank's words. Then only `PAST_END`, or a peer's exit, tells that the peer reads no more.
+        // `let_go` writes the words by which `is_elsewhere` is known. After it only `PAST_END`, or a peer's exit, tells that the peer is done.
         is_on_devices || is_elsewhere || far.has_let_go() && far.may_be_touched()
     }
 
@@ -143,7 +143,7 @@ impl Binding {
         (copies.buffers > 0).then(|| copies.clone())
     }
 
-    /// Counts a buffer that is copied, for this reason.
+    /// Counts a buffer that is copied for this reason. Logs a reason that differs from the last.
     pub(crate) fn copies(&self, bytes: usize, why: String) {
         let mut copies = self.copied.lock();
         if copies.why != why {
@@ -160,8 +160,8 @@ impl Binding {
     }
 
     /// Gets what an operation will need of the driver: kernels, and the memory that its parts need beside the buffers. The thread that
-    /// calls the operation does so, before it submits it and while it holds no lock. Later would be too late: the driver may wait for
-    /// all that is on the device before it gives these, and by then a stream of the caller's may wait for the operation
+    /// calls the operation does this before it submits the operation, and while it holds no lock. Later would be too late: the driver may
+    /// wait for all that is on the device before it gives these, and by then a stream of the caller's may wait for the operation
     /// (`DeviceOp::join`), so that neither would go on.
     pub(crate) fn get_ready(&self, operation: &mut Operation) -> Result<Workspace, Error> {
         let stream = &self.ours.stream;

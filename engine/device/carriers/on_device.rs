@@ -1,4 +1,4 @@
-//! The carrier of operations that the rank's device runs, by their plans.
+//! The carrier of operations that the ranks' devices run by their plans.
 
 use std::any::Any;
 use std::sync::Arc;
@@ -38,12 +38,12 @@ impl Carrier for OnDevice {
         true
     }
 
-    /// True while ranks in other processes lend memory that is not ready: nothing wakes this rank when it is ready, so the endpoint has to ask.
+    /// True while ranks in other processes lend memory that is not ready: nothing wakes this rank when it becomes ready, so the endpoint has to ask.
     fn is_to_be_asked(&self) -> bool {
         self.0.binding.far.as_ref().is_some_and(|far| far.is_unready())
     }
 
-    /// This rank arrived last and gives its driver the launch for all ranks, but the driver's call does not return. The peers wait meanwhile.
+    /// The driver, where this rank has arrived last and is giving it the launch for all ranks: the peers wait until that call returns.
     fn held_up(&self) -> Option<MissingState> {
         let by = || format!("the driver of {:?}, which does not answer", self.0.stream().device());
         self.0.is_launching().then(|| MissingState::NotEnded { by: by() })

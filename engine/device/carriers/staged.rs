@@ -14,7 +14,7 @@ pub(crate) struct OnHost(pub(crate) Arc<Staged>);
 
 impl Carrier for OnHost {
     fn reach(&self) -> Reach {
-        // Memory that is copied in one piece is there when the operation begins, for the operation starts after that copy.
+        // Memory that is copied in one piece has come when the operation begins, as the operation starts only after that copy.
         if self.0.is_striped() { (0, 0) } else { ALL }
     }
 

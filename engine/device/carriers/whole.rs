@@ -16,27 +16,27 @@ use crate::exec::carrier::{Carrier, Lanes, OnStream, Passed, Submission};
 use crate::types::mix;
 
 /// An operation that a library takes whole. Its parts are those by which the ranks meet: a barrier and, if each rank
-/// knows only its own counts, messages without payload that compare these.
+/// knows only its own counts, messages without payload by which the ranks compare these.
 pub(crate) struct WholeOp {
     by: Arc<dyn Whole>,
     /// The order of launches on the rank's device, if the operation is on device memory.
     order: Option<Arc<LaunchOrder>>,
     device: Option<Arc<DeviceOp>>,
-    /// The memory of the barriers. When a barrier is passed, it holds the largest number that any rank has put there.
+    /// The memory of the barriers: when a barrier is passed, this holds the largest of the numbers that the ranks had put in theirs.
     token: Arc<AtomicU64>,
     state: Arc<Mutex<State>>,
 }
 
-/// Nobody calls the driver or the library with this locked, if the operation is on device memory.
+/// If the operation is on device memory, nobody calls the driver, or a function of the library that may block, with this locked.
 #[derive(Default)]
 struct State {
     /// The call, until it is given to the library.
     call: Option<WholeCall>,
     /// The operation's place in the queue for the device, until it is launched.
     ticket: Option<Ticket>,
-    /// When the operation is to be launched on the device: known from when all ranks have called until it is launched.
+    /// The operation's time in the order of launches: there from when all ranks have called until the operation is launched.
     turn: Option<Turn>,
-    /// A command that asks the library how far it is has been appended, and has not been carried out.
+    /// A command that asks the library how far it is has been appended, and was not carried out yet.
     is_asking: bool,
     /// All of it is on the device's stream, and its end is marked there.
     is_on_stream: bool,
@@ -66,8 +66,8 @@ impl WholeOp {
         state.turn.is_some()
     }
 
-    /// Called when the ranks have passed the barriers: gives the call to the library when it is due, and later asks how far the library is
-    /// with it. Returns whether anything was done, and how far the library is.
+    /// Called when the ranks have passed the barriers: has the call given to the library when it is due, and later has the library asked how far
+    /// it is with the call. Returns whether anything was done, and how far the library is.
     fn go_on(&self, state: &mut State) -> Result<(bool, Standing), Error> {
         if let Some(turn) = state.turn.as_mut().filter(|_| state.call.is_some()) {
             turn.agree(self.token.load(Ordering::Relaxed));
@@ -98,7 +98,7 @@ impl WholeOp {
         Ok((moved, Standing::InProgress))
     }
 
-    /// Has the call given to the library.
+    /// Appends a command that gives the call to the library, behind the operation that was launched on the device before.
     fn launch(&self, device: &Arc<DeviceOp>, call: WholeCall) {
         let (by, state, on) = (self.by.clone(), self.state.clone(), device.clone());
         device.binding.ours.commands.put(move || {
@@ -108,14 +108,13 @@ impl WholeOp {
             ordered?;
             // SAFETY: the buffers are as long as the call was checked to say, and the in-flight table owns them until the
             // operation has ended. If the communicator dies first, its end aborts the library (`Bound::abort`), and gives the
-            // buffers back when no command is under way and the library is quiet, or never. Streams that used the buffers before are
-            // waited for (`begin`), and so is what this rank's host had to do before (the operation starts after the event that
-            // it was submitted with).
+            // buffers back when no command is under way and the library is quiet, or never. The stream waits for those that used the
+            // buffers before (`DeviceOp::begin`), and the operation begins only after the host's event that it was submitted with.
             unsafe { by.submit(call, Some(on.stream())) }
         });
     }
 
-    /// Has the library asked how far it is with the call. When all of that is on the device's stream, its end is marked there.
+    /// Appends a command that asks the library how far it is with the call. Once all of the call is on the device's stream, its end is marked there.
     fn ask(&self, device: &Arc<DeviceOp>) {
         let (by, state, on) = (self.by.clone(), self.state.clone(), device.clone());
         device.binding.ours.commands.put(move || {
@@ -155,7 +154,7 @@ impl Carrier for WholeOp {
 
     fn pass(&self, work: &mut Work<'_>, lanes: &mut Lanes<'_>) -> Result<Passed, Error> {
         let mut state = self.state.lock();
-        // Peers are not told that this rank has called before all that was submitted earlier for the same device is launched.
+        // Peers are told that this rank has called only when all that was submitted earlier for the same device is launched.
         if !state.ticket.as_ref().is_none_or(Ticket::is_first) {
             return Ok(Passed::Going(false));
         }

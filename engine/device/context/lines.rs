@@ -22,7 +22,7 @@ pub(in crate::device) struct Line {
     /// A number that no other stream of this process ever has. (The driver uses the handles of its streams again.)
     pub(in crate::device) id: u64,
     owner: Owner,
-    /// What is known of this stream as one that waits (`queues.rs`).
+    /// Whether this stream waits, and which streams it then holds up, as far as is known (`queues.rs`).
     pub(in crate::device) standing: Mutex<Standing>,
 }
 
@@ -67,7 +67,7 @@ impl Line {
         *self.way.read()
     }
 
-    /// Whether this line may go on with another stream of the driver, as nobody but the engine knows the present one.
+    /// Whether this line may go on with another stream of the driver. It may if nobody but the engine knows the present one.
     pub(in crate::device) fn may_move(&self) -> bool {
         matches!(self.owner, Owner::Alone)
     }
@@ -77,12 +77,12 @@ impl Line {
     pub(in crate::device) fn go_on_with(&self, entered: &Entered<'_>, next: Way) -> Result<Way, CudaError> {
         let mut way = self.way.write();
         self.context.follow(entered, way.raw, next.raw)?;
-        // What is known of this stream as one that waits is true only of the driver's stream that it leaves.
+        // Which streams this one holds up was found out for the driver's stream that it leaves.
         self.standing.lock().forget();
         Ok(std::mem::replace(&mut *way, next))
     }
 
-    /// The same where nothing has been put here yet, so that there is nothing to wait for.
+    /// The same for a line on which nothing has been put yet: `next` need not wait for anything.
     pub(in crate::device) fn start_with(&self, next: Way) -> Way {
         std::mem::replace(&mut *self.way.write(), next)
     }
@@ -94,7 +94,7 @@ pub(in crate::device) enum Owner {
     Ours,
     /// We do, and nobody else puts work there: another stream of the driver may take its place.
     Alone,
-    /// Someone else, for as long as was promised (`from_raw`).
+    /// Someone else, for as long as was promised (`from_raw`, `of_context`).
     Promised,
     /// `_owner` does, as long as it is not dropped.
     Kept { _owner: Box<dyn Send + Sync> },
@@ -111,7 +111,7 @@ impl Drop for Line {
             return;
         }
         let raw = self.way.get_mut().raw;
-        // SAFETY: made by `Way::make`, and this was its last handle. The driver lets what is on it finish.
+        // SAFETY: made by `Way::make`, and only this line still had it. The driver lets what is on it finish.
         self.context.close("destroy a stream", |cuda| unsafe { cuda.stream_destroy(raw) });
     }
 }
@@ -148,12 +148,12 @@ impl Point {
     }
 }
 
-/// What is known of a stream as one that waits.
+/// Whether a stream waits for work that may not be on a stream yet, and what is known of the streams that it holds up while it waits.
 #[derive(Default)]
 pub(in crate::device) struct Standing {
-    /// Streams of the driver's, by their numbers, which go on while this one waits.
+    /// The numbers of the driver's streams that are known to go on while this one waits.
     pub(in crate::device) apart: Vec<u64>,
-    /// For a caller's stream: the numbers of other callers' streams, which do not go on meanwhile.
+    /// For a caller's stream: the numbers of other callers' streams that were seen not to go on meanwhile.
     pub(in crate::device) together: Vec<u64>,
     /// The number of the stream for copies, if this stream may hold it up and no spare stream was found for the copies.
     pub(in crate::device) beside: Option<u64>,

@@ -1,18 +1,18 @@
 //! Links between ranks whose devices touch each other's memory, in two processes of one host.
 //!
 //! They work as those of [`super::peer`] do, with what processes can share. Beside its descriptor a cell names the block of the sender in
-//! which the frame lies, with the handle by which the driver opens it; `location` is the offset in that block. In place of events there are
+//! which the payload lies, with the handle by which the driver opens it; `location` is the offset in that block. In place of events there are
 //! words that count frames ([`super::words`]): the stream of one rank writes them, and the stream of the other rank waits for them.
 //!
-//! A word that a process has not written when it dies is never written, and a stream that waits for it would wait for ever. So if a rank
-//! gives up and its stream does not come to its end, the rank *lets go* ([`Far::let_go`]): it says so in all rings, and its host writes the
-//! words that its own stream waits for. What any device reads from then on counts for nothing, and an operation is good only if no rank
-//! has let go by its end ([`Far::check`]).
+//! When a process dies, the words that it has not written stay unwritten, and a stream that waits for one would wait for ever. So if a
+//! communicator fails and a rank's stream does not come to its end, the rank *lets go* ([`Far::let_go`]): it says so in all its rings, and its
+//! host writes the words that its own stream waits for. What any device reads from then on counts for nothing, and an operation is good only
+//! if no rank has let go by its end ([`Far::check`]).
 //!
 //! Memory that is lent to be folded ([`LinkTx::lend`]) is also written by the peer's stream. Two rules follow. The peer's host looks for the
-//! lender's word, and puts the kernel on its stream only when the word has come. No stream waits for that word: so a rank that lets go writes
-//! to nobody's memory before the owner of the memory is ready. And if an operation fails, the lender gets its memory back only when the peer's
-//! stream has said that it is past ([`PAST`]), or the peer's process has exited ([`FarPeer::may_write`]).
+//! lender's word, and puts the kernel on its stream only when the word has come. No stream waits for that word, so a rank that has let go
+//! writes to no memory whose owner is not ready. And if an operation fails, the lender gets its buffer back only when the peer's stream has
+//! said that it is past the loan ([`PAST`]), or the peer's process has exited ([`FarPeer::may_write`]).
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -34,7 +34,7 @@ use crate::link::ring::{CELLS, CLOSED, Consumer, Producer, RingMemory, publish};
 use crate::link::{Frame, Header, LinkRx, LinkTx, Loan, Place, Posted};
 use crate::types::{DType, Rank};
 
-/// Bytes of the card that a rank gives to each rank in another process: the place of its inbox for that rank, and the name of a piece of memory.
+/// Bytes of the card that a rank gives to each rank in another process: where its inbox for that rank is, and the name of memory to open as a test.
 pub(crate) const CARD: usize = 8 + NAME;
 
 /// This bit of a descriptor's `location` says that the frame is a loan. The other bits are then the loan's length in bytes, and the names of
@@ -43,7 +43,7 @@ const LOAN: u64 = 1 << 63;
 
 /// A ring's flag: the sender has taken back what it lent.
 const REVOKED: u32 = 1;
-/// A ring's flag: the sender has also let go, so what was read from it may be wrong.
+/// A ring's flag: the sender does not vouch for its memory any more ([`Far::distrust`]), so what was read from it may be wrong.
 const LET_GO: u32 = 2;
 
 /// What a rank has made for a rank in another process, which gets the card.
@@ -71,7 +71,7 @@ pub(crate) struct FarPeer {
     inbox: Arc<Inbox>,
     /// `None` only while this is being dropped.
     outbox: Option<Outbox>,
-    /// Whether its process has exited. None where the system cannot tell.
+    /// Tells whether its process has exited. `None` where the system cannot tell.
     exit: Option<Exit>,
     /// Whether it has been given memory to read or to write.
     is_given: AtomicBool,
@@ -95,7 +95,7 @@ impl FarPeer {
         offer: &Offer,
         card: &[u8],
     ) -> Result<FarPeer, Error> {
-        let short = || Error::protocol(rank, format!("{} bytes for a card", card.len()));
+        let short = || Error::protocol(rank, format!("a card of {} bytes, not {CARD}", card.len()));
         let (at, name) = card.split_first_chunk::<8>().ok_or_else(short)?;
         let name = read(name.try_into().map_err(|_| short())?);
         let probe = Import::open(stream, process, &name)?;
@@ -107,18 +107,18 @@ impl FarPeer {
         Ok(FarPeer { rank, process, stream, inbox, outbox, exit, is_given, lent, has_lent, is_ready, _probe })
     }
 
-    /// Makes our stream write these words to the peer, each with its value, when it comes here.
+    /// Makes our stream write these words to the peer, each with its value, behind what it holds now.
     fn put(&self, all: &[(usize, u32)]) -> Result<(), Error> {
         let gone = || Error::system("tell another process", "its words are gone (a bug)");
         self.outbox.as_ref().ok_or_else(gone)?.put(&self.stream, all)
     }
 
-    /// Whether it touches nothing of ours any more, whatever it was given: its process has exited, or its stream is past all that it will ever do.
+    /// Whether it touches nothing of ours any more: its process has exited, or its stream is past all work on memory that it was given.
     fn is_past(&self) -> bool {
         self.exit.as_ref().is_some_and(Exit::has_come) || self.inbox.shows(PAST_END, 1)
     }
 
-    /// Whether it may still write to memory that it was lent. Nothing that this rank does to end its own waits changes that.
+    /// Whether it may still write to memory that it was lent. No word that this rank's host writes to end its own stream's waits counts here.
     fn may_write(&self) -> bool {
         let lent = self.lent.load(Ordering::Acquire);
         lent > 0 && !self.inbox.shows(PAST, lent as u32) && !self.is_past()
@@ -169,7 +169,7 @@ impl Far {
         Ok(Far { peers, keep, to, from, let_go: AtomicBool::new(false) })
     }
 
-    /// Blocks that were lent are never given back to the driver: peers in other processes may use them for as long as they like.
+    /// From here on blocks that were lent are never given back to the driver, as peers in other processes may still use them at any time.
     pub(crate) fn leave_open(&self) {
         std::mem::forget(self.keep.clone());
     }
@@ -199,8 +199,8 @@ impl Far {
         self.to.iter().for_each(|flag| flag.raise(LET_GO));
     }
 
-    /// Lets go (see the module): ends all waits of our stream for the peers' words. No more waits are put there. To be called again as long
-    /// as the stream has not come to its end: the device of a peer that lives may write a smaller value over a word.
+    /// Lets go (see the module): ends all waits of our stream for the peers' words. The caller sees to it that no more waits are put there,
+    /// and calls this again while the stream has not come to its end: the stream of a peer that lives may write a smaller value over a word.
     pub(crate) fn let_go(&self) {
         if !self.let_go.swap(true, Ordering::SeqCst) {
             self.distrust();
@@ -208,7 +208,7 @@ impl Far {
         self.peers.iter().flatten().for_each(|peer| peer.inbox.release());
     }
 
-    /// Whether a peer lends memory that may not be touched yet. Nothing wakes this rank when it may, so whoever drives has to look.
+    /// Whether a peer lends memory that may not be touched yet. Nothing wakes this rank once the memory is ready, so whoever drives has to look.
     pub(crate) fn is_unready(&self) -> bool {
         self.unready().next().is_some()
     }
@@ -243,7 +243,7 @@ impl Far {
         self.let_go.load(Ordering::SeqCst)
     }
 
-    /// Whether the operation that has come to its end did so in order: neither this rank nor another has let go. Asked after that end.
+    /// Asked when an operation has come to its end on the streams. An error if this rank or another has let go: then the result may be wrong.
     pub(crate) fn check(&self) -> Result<(), Error> {
         let by = self.from.iter().find(|(_, flag)| flag.is() >= LET_GO).map(|(rank, _)| *rank);
         if by.is_none() && !self.has_let_go() {
@@ -283,14 +283,14 @@ impl FarTx {
         Ok(FarTx { ring, doorbell, ours, far, peer, seen: 0, full, posted: Arc::default() })
     }
 
-    /// What the peer's word `DONE` shows once it has read the frames from `seen` up to, and without, `until`. `None`: all of them are empty.
+    /// What the word `DONE` shows once the peer's stream has read the frames from `seen` up to, and without, `until`. `None`: all are empty.
     fn done(&self, until: u64) -> Option<u32> {
         let last = (self.seen..until).rev().find(|frame| self.full[(frame % CELLS) as usize]);
         last.map(mark)
     }
 
-    /// Appends a command that posts a frame behind what this rank's stream then holds. `given`: the addresses that the peer is given (two
-    /// equal ones if the frame is no loan), and how many bytes each has. Their names are written beside the descriptor.
+    /// Appends a command that posts a frame behind what this rank's stream then holds. `location`: only for a loan ([`LOAN`]). `given`: the two
+    /// addresses that the peer is given (equal if the frame is no loan), and how many bytes lie at each. Names go beside the descriptor.
     fn post_behind(&mut self, header: Header, location: Option<u64>, given: ([u64; 2], usize)) {
         let (frame, memory, doorbell) =
             (self.ring.claim(), self.ring.memory().clone(), self.doorbell.clone());
@@ -338,7 +338,7 @@ impl LinkTx for FarTx {
         false
     }
 
-    // The payload is a device's address: nobody on the host follows it.
+    // `payload` is a device's address: the host never reads there.
     unsafe fn post(&mut self, header: Header, payload: *const u8) -> Result<Posted, Error> {
         self.post_behind(header, None, ([payload.addr() as u64; 2], header.len as usize));
         Ok(Posted::Held)
@@ -349,7 +349,7 @@ impl LinkTx for FarTx {
         true
     }
 
-    // The loan's ends are a device's addresses, too.
+    // The loan's addresses are a device's, too.
     unsafe fn lend(&mut self, header: Header, loan: Loan) -> Result<(), Error> {
         let header = Header { len: Loan::FRAME as u32, ..header };
         let ends = [loan.input.addr() as u64, loan.output.addr() as u64];
@@ -361,15 +361,15 @@ impl LinkTx for FarTx {
         self.ring.is_closed()
     }
 
-    /// Our stream may write again to the memory of the frames that are counted here: it waits for the reader's stream first.
+    /// What is put on our stream after this call may write to the memory of the counted frames: our stream waits for the reader's stream first.
     fn released(&mut self) -> Result<u64, Error> {
         let released = self.ring.released();
         if self.ring.memory().revoked().load(Ordering::SeqCst) != 0 {
-            return Ok(released); // the link has ended: from here on `is_read_elsewhere` tells
+            return Ok(released); // this end has revoked the link: from here on `is_read_elsewhere` tells
         }
         if self.seen < released {
             let wait = match self.ring.is_closed() {
-                // The reader has hung up. It may not have read all frames; it writes END behind all that it has read.
+                // The reader has hung up. It may not have read all frames; its stream writes END behind all that it has read.
                 true => Some((END, 1)),
                 false => self.done(released).map(|done| (DONE, done)),
             };
@@ -382,7 +382,7 @@ impl LinkTx for FarTx {
         Ok(released)
     }
 
-    /// The reader puts nothing more on its stream. Whether what is there already still reads, `is_read_elsewhere` tells.
+    /// The reader takes no more frames. `is_read_elsewhere` tells whether its stream may still use those that it has taken.
     fn revoke(&mut self) -> bool {
         self.ring.memory().revoked().fetch_max(REVOKED, Ordering::SeqCst);
         true
@@ -411,12 +411,12 @@ pub(crate) struct FarRx {
     ours: Arc<PeerDevice>,
     far: Arc<Far>,
     peer: Arc<FarPeer>,
-    /// The peer's blocks that are open or being opened here, by number.
+    /// The peer's blocks that are open or being opened here, by their numbers.
     imports: HashMap<u64, Opening>,
     /// Woken when one of these blocks is open.
     waker: Waker,
     frames: u64,
-    /// How many of the `frames` that were read so far were loans.
+    /// How many of the `frames` that were released so far were loans.
     loans: u64,
     head: Option<Frame>,
     /// What the next frame lends, once its addresses in this process are known.
@@ -424,7 +424,7 @@ pub(crate) struct FarRx {
     hung_up: bool,
 }
 
-// SAFETY: the frame's address is the device's: nobody on the host follows it. All else is Send.
+// SAFETY: the addresses in `head` and `loan` are a device's, which the host never follows and which are tied to no thread. All else is Send.
 unsafe impl Send for FarRx {}
 
 impl FarRx {
@@ -454,7 +454,7 @@ impl FarRx {
         })
     }
 
-    /// The address in this process of `bytes` bytes at `location` in a block; they are elements of type `dtype`. `None`: the block is not open yet.
+    /// The address here of the `bytes` bytes at `location` in the named block, which are elements of type `dtype`. `None`: the block is not open yet.
     fn locate(
         &mut self,
         name: Exported,
@@ -462,10 +462,10 @@ impl FarRx {
         bytes: usize,
         dtype: u8,
     ) -> Result<Option<u64>, Error> {
-        // A kernel that reads at a misaligned address would destroy our context.
+        // A kernel that reads at a misaligned address would make our CUDA context unusable.
         let unit = DType::from_u8(dtype).map_or(1, |dtype| dtype.size() as u64);
         if !location.is_multiple_of(unit) {
-            let problem = format!("no element begins at offset {location}");
+            let problem = format!("its device memory is misaligned: no element begins at offset {location}");
             return Err(Error::protocol(self.peer.rank, problem));
         }
         let (stream, process, waker) = (&self.ours.stream, self.peer.process, &self.waker);
@@ -488,7 +488,7 @@ impl FarRx {
         })
     }
 
-    /// Looks at the next frame, a loan of `bytes` bytes. `None`: it may not be touched yet, or its blocks are not open yet.
+    /// Looks at the next frame, a loan of `bytes` bytes. `None`: the memory may not be touched yet, or its blocks are not open yet.
     fn look_at_loan(&mut self, bytes: usize, dtype: u8) -> Result<Option<Loan>, Error> {
         if self.loan.is_none() {
             let mut ends = [0; 2];
@@ -505,7 +505,7 @@ impl FarRx {
             self.loan = Some(Loan { input: std::ptr::without_provenance(input), output, bytes });
             self.peer.has_lent.store(true, Ordering::Release);
         }
-        // This rank's host may itself have written the word, to end waits of its own stream. Then the rank has let go before that.
+        // This rank's host may itself have written the word, to end waits of its own stream. It has let go before it did that.
         if !self.peer.inbox.shows(READY, mark(self.frames)) || self.far.has_let_go() {
             return Ok(None);
         }
@@ -566,7 +566,7 @@ impl LinkRx for FarRx {
         let (count, memory, doorbell) = (self.ring.pass(), self.ring.memory().clone(), self.doorbell.clone());
         self.ours.commands.put(move || {
             if is_marked {
-                // If this fails, the sender must not write to the memory: it does not get the frame back, and all ranks hear why.
+                // If this fails, the sender must not write to the memory: it does not get the frame back, and the communicator fails.
                 match past {
                     Some(past) => peer.put(&[(DONE, done), (PAST, past)])?,
                     None => peer.put(&[(DONE, done)])?,
@@ -578,7 +578,7 @@ impl LinkRx for FarRx {
         });
     }
 
-    /// Says that nothing more will be read. By the words END and PAST_END the sender sees when all reading is over.
+    /// Says that no more frames are taken. By the words END and PAST_END the sender sees when this rank's stream is past all that it was given.
     fn hang_up(&mut self) {
         (self.head, self.hung_up) = (None, true);
         let (peer, memory, doorbell) = (self.peer.clone(), self.ring.memory().clone(), self.doorbell.clone());

@@ -1,4 +1,4 @@
-//! Links between ranks whose devices touch each other's memory: in one process ([`peer`]), and in two of one host ([`ipc`]).
+//! Links between ranks whose devices touch each other's memory: within one process ([`peer`]), and between two processes of one host ([`ipc`]).
 
 pub(crate) mod ipc;
 mod names;

@@ -1,13 +1,13 @@
-//! Names of memory, as ranks in two processes tell them each other.
+//! Names by which a rank tells a rank in another process where device memory lies ([`Exported`]), as bytes.
 
 use crate::device::blocks::Exported;
 
-/// Bytes of a driver's handle.
+/// Bytes of the driver's handle of a block (`CUipcMemHandle`).
 const HANDLE: usize = 64;
-/// A name of memory: number, offset, handle; where the whole block lies, and its length.
+/// Bytes of a name: number, offset and handle; then the address and the length of the whole block.
 pub(super) const NAME: usize = 16 + HANDLE + 16;
 
-/// As bytes, which lie beside a descriptor.
+/// The name as bytes, which are written beside a frame's descriptor or on a card (`links/ipc.rs`).
 pub(super) fn written(name: &Exported) -> [u8; NAME] {
     let mut bytes = [0; NAME];
     bytes[..8].copy_from_slice(&name.number.to_le_bytes());
@@ -18,7 +18,7 @@ pub(super) fn written(name: &Exported) -> [u8; NAME] {
     bytes
 }
 
-/// From those bytes.
+/// The name that these bytes stand for.
 pub(super) fn read(bytes: &[u8; NAME]) -> Exported {
     let word = |at: usize| {
         let mut word = [0; 8];

@@ -2,12 +2,12 @@
 //! between processes ([`super::ipc`]) do the same with words in shared memory in place of events.
 //!
 //! The hosts' side is a ring of descriptors, as in [`crate::link::local`]: each descriptor lends a piece of the sender's device memory.
-//! Where the receiver reads a frame by itself, two events beside each cell order the devices. The sender records `ready` on its stream before
+//! Where a step of a plan reads a frame, two events beside the frame's cell order the devices. The sender records `ready` on its stream before
 //! it posts, and the receiver's stream waits for `ready` before it reads. The receiver records `done` before it releases, and the sender's
-//! stream waits for `done` before it writes to the memory again. So "posted" and "released" mean *put on a stream*, and no stream is ever
-//! made to wait for what is not on a stream yet: a device never waits for a host, whatever becomes of the ranks.
+//! stream waits for `done` before it writes to the memory again. So "posted" and "released" mean *put on a stream*, and a rank's stream is
+//! never made to wait for what is not on a stream yet: no host has to do anything for it to go on, whatever becomes of the ranks.
 //!
-//! A loan, which is to be folded ([`LinkTx::lend`]), has no events, unless the lender's own stream writes the memory first. Words say when the
+//! A loan, which is to be folded ([`LinkTx::lend`]), has events only if peers must wait for the lender's own stream. Else words say when the
 //! inputs of a whole operation are there ([`PeerDevice::wait_for_start`]), and when each rank's stream has come to the operation's end
 //! ([`PeerDevice::over_for`]). That takes far fewer calls of the driver.
 
@@ -40,7 +40,7 @@ const BESIDE_AND_MARKED: u64 = u64::MAX - 1;
 
 type Mark = Mutex<Option<DeviceEvent>>;
 
-/// The events beside a ring, one for each cell.
+/// The events beside a ring: one of each kind for each cell.
 #[derive(Default)]
 struct Marks {
     ready: [Mark; CELLS as usize],
@@ -54,7 +54,7 @@ fn at(frame: u64) -> usize {
 
 /// A rank's device in a communicator, as all its peers in the process see it.
 pub(crate) struct PeerDevice {
-    /// Where all of this rank's work on the communicator goes.
+    /// Where this rank's own work for the communicator's collectives goes.
     pub(crate) stream: DeviceStream,
     /// The commands that put this work there; threads that may block carry them out.
     pub(crate) commands: Arc<Commands>,
@@ -64,17 +64,17 @@ pub(crate) struct PeerDevice {
     to: Vec<Marks>,
     /// This rank.
     rank: Rank,
-    /// The words that say how far the streams of all ranks have come with this rank's operations; callers' streams wait for them. Made when the
-    /// communicator is bound, as getting memory for them may wait for the device. An error if they could not be made.
+    /// The words that say how far the streams of all ranks have come with this rank's operations. Streams wait for them, and hosts read them. Made
+    /// when the communicator is bound, as getting memory for them may wait for the device. An error if they could not be made.
     pub(in crate::device) words: Result<DeviceSignal, Error>,
     starts: Starts,
-    /// The last operation for which all words were written.
+    /// The last operation for which this rank's stream wrote all its words ([`refreshes`](Self::refreshes)).
     refreshed: AtomicU64,
-    /// Whether this rank's own stream first writes what the rank lends now.
+    /// Whether peers wait for this rank's own stream before they touch what it lends for the operation that was begun last.
     lends_own_work: AtomicBool,
-    /// How many operations have begun, and how many are over, as far as the driver has told the host: used if there are no words, or a word does not come.
+    /// How many operations have begun, and how many are over, as the driver has told the host: for when there are no words, or one does not come.
     told: [AtomicU64; 2],
-    /// How many of the communicator's operations are on the stream at least in part (`put`) and wholly (`put_over`), and how many have been called.
+    /// How many operations were given to the driver at least in part (`put`) and wholly (`put_over`), and how many this rank has called.
     put: AtomicU64,
     put_over: AtomicU64,
     called: AtomicU64,
@@ -120,8 +120,8 @@ impl PeerDevice {
         }
     }
 
-    /// The stream for messages that a library moves. `user`: the stream of the first message's buffer. NCCL keeps the driver's stream that
-    /// it was called with, so this stream never goes on with another one of the driver.
+    /// The stream for messages that a library moves, made at the first call. `user`: the stream of the first message's buffer. NCCL keeps
+    /// the `CUstream` that it was called with, so this stream's `CUstream` never changes.
     pub(crate) fn stream_for_messages(&self, user: &DeviceStream) -> Result<DeviceStream, Error> {
         let mut messages = self.messages.lock();
         if let Some(stream) = &*messages {
@@ -129,13 +129,13 @@ impl PeerDevice {
         }
         let stream = match &mut *self.probe.lock() {
             Ok(probe) => probe.stream_apart(&self.stream, user),
-            // Without words no stream can be asked.
+            // Without words nobody can find out which streams share a hardware queue.
             Err(_) => DeviceStream::high_priority(&self.stream.device()),
         };
         Ok(messages.insert(stream?).clone())
     }
 
-    /// The points up to which this rank's streams are filled now.
+    /// For each of this rank's streams, the point behind all that is on it now.
     pub(crate) fn points(&self) -> Result<Vec<DeviceEvent>, Error> {
         let messages = self.messages.lock().clone();
         [Some(self.stream.clone()), messages].iter().flatten().map(DeviceStream::point).collect()
@@ -145,8 +145,8 @@ impl PeerDevice {
         self.rank
     }
 
-    /// Tells this rank's words which streams write them: those of all devices of the communicator in this process, this one included. `leader`: rank
-    /// 0's device, if its stream also takes launches that fold for all ranks.
+    /// Tells this rank's words which streams write them: those of all ranks of the communicator in this process, this one included.
+    /// `leader`: rank 0's device, if its stream also takes launches that fold for all ranks.
     pub(crate) fn is_among(&self, all: &[Option<Arc<PeerDevice>>], leader: Option<&PeerDevice>) {
         if let Ok(words) = &self.words {
             let each = all.iter().flatten().map(|device| (Word::Over(device.rank), device.stream.clone()));
@@ -160,21 +160,20 @@ impl PeerDevice {
         self.words.is_ok()
     }
 
-    /// For a call whose buffers are on `stream`: makes `stream` write the word for its input when it comes here. `None`: there are no words, or
-    /// another stream has still to write that word, and the numbers might not come in their order.
+    /// For a call whose buffers are on `stream`: makes `stream` write the word for the call's input behind what it holds now. `None`: there are
+    /// no words, or another stream has still to write that word, so the word's numbers might not come in their order.
     pub(crate) fn put_input(&self, stream: &DeviceStream) -> Result<Option<Start>, Error> {
         let Ok(words) = &self.words else { return Ok(None) };
         Ok(words.put_input(stream)?.map(Start::Input))
     }
 
-    /// Notes that it is this operation's turn, and that `start` says when its inputs are there. `lends_own_work`: the rank's stream first writes what it lends.
+    /// Notes that this operation begins, and that `start` says when its inputs are there. `lends_own_work`: as in the field of that name.
     pub(crate) fn starts(&self, number: u64, start: Start, lends_own_work: bool) {
         self.lends_own_work.store(lends_own_work, Ordering::Release);
         self.starts.set(number, start);
     }
 
-    /// The word that says when this operation's inputs are there, and what it shows then. `None`: the operation is not begun yet, or many have been
-    /// begun since.
+    /// The word that says when this operation's inputs are there, and what it shows then. `None`: as for [`Starts::get`].
     fn start(&self, number: u64) -> Option<(Word, u32)> {
         self.starts.get(number).map(Start::word)
     }
@@ -185,18 +184,18 @@ impl PeerDevice {
         self.words.as_ref().is_ok_and(|words| words.shows(which, value))
     }
 
-    /// The wait for a stream that is to wait for this operation's inputs on this rank. `None`: there are no words, or the operation is not known here (a bug).
+    /// The wait by which a stream waits for this rank's inputs of this operation. `None`: there are no words, or the operation is not known (a bug).
     pub(crate) fn wait_for_start(&self, number: u64) -> Option<CuStreamMemOp> {
         let (which, value) = self.start(number)?;
         Some(self.words.as_ref().ok()?.wait(which, value))
     }
 
-    /// A command, which notes that the driver is given the first work of this operation now.
+    /// Called in a command: notes that the driver is given the first work of this operation now.
     pub(crate) fn takes(&self, number: u64) {
         self.put.fetch_max(number + 1, Ordering::AcqRel);
     }
 
-    /// A command. The stream now holds all that this operation waits for before its first work; a word, or else the driver, is to tell when that is done.
+    /// Called in a command, when the stream holds all waits for this operation's inputs. A word, or else the driver, is to tell when it is past them.
     pub(crate) fn begins(self: &Arc<Self>, number: u64) -> Result<(), Error> {
         match self.begun(number) {
             Some(write) => self.stream.put_words("begin a collective", &mut [write]),
@@ -204,22 +203,22 @@ impl PeerDevice {
         }
     }
 
-    /// A command, where there are no words: has the driver tell when the stream has come to the end of this operation.
+    /// Called in a command, where there are no words: has the driver tell when the stream has come to the end of this operation.
     pub(crate) fn tell_when_over(self: &Arc<Self>, number: u64) -> Result<(), Error> {
         self.tell_when_here(Word::Over(self.rank), number)
     }
 
-    /// The write of a word for our stream, behind all that it does for this operation, which `whose` sees. `None`: there are no words.
+    /// The write by which our stream tells rank `whose`, in that rank's words, that it has done all its work for this operation. `None`: no words.
     pub(crate) fn over_for(&self, whose: &PeerDevice, number: u64) -> Option<CuStreamMemOp> {
         Some(whose.words.as_ref().ok()?.write(Word::Over(self.rank), value(number)))
     }
 
-    /// A command, which notes that all of this operation is on the stream.
+    /// Called in a command: notes that all of this operation is on the stream.
     pub(crate) fn has_put_over(&self, number: u64) {
         self.put_over.fetch_max(number + 1, Ordering::AcqRel);
     }
 
-    /// Asked by the command that ends an operation: whether it is to write all words, also those that it need not write.
+    /// Asked by the command that ends an operation: whether it is to write all words, also those that it need not write ([`REFRESH`]).
     pub(crate) fn refreshes(&self, number: u64) -> bool {
         let is_due = number.wrapping_sub(self.refreshed.load(Ordering::Relaxed)) >= REFRESH;
         if is_due {
@@ -228,7 +227,7 @@ impl PeerDevice {
         is_due
     }
 
-    /// The write of a word for our stream, behind its waits for this operation's inputs. `None`: there are no words.
+    /// The write by which our stream says that it is past its waits for this operation's inputs. `None`: there are no words.
     pub(crate) fn begun(&self, number: u64) -> Option<CuStreamMemOp> {
         Some(self.words.as_ref().ok()?.write(Word::Begun, value(number)))
     }
@@ -249,17 +248,17 @@ impl PeerDevice {
         Ok(())
     }
 
-    /// Notes that, as the driver says, the stream has come so far with this operation.
+    /// Notes that the stream has come so far with this operation, as the driver has told.
     pub(crate) fn tell(&self, which: Word, number: u64) {
         self.told(which).fetch_max(number + 1, Ordering::AcqRel);
         if let Ok(words) = &self.words {
-            // If streams share a hardware queue, a stream that waits for the word may stand there before the work that writes it.
+            // Other streams may wait for this word. Should the write of this rank's stream be missing, the host's lets them go on.
             words.set(which, value(number));
         }
         self.commands.wake();
     }
 
-    /// Notes that, as the driver says, the stream has come to the end of this operation, for which the ranks `others` have lent this one memory.
+    /// Notes the end of this operation on the stream, of which the driver has told. The ranks `others`, which have lent this one memory, see it, too.
     pub(crate) fn tell_over<'a>(&self, others: impl Iterator<Item = &'a Arc<PeerDevice>>, number: u64) {
         self.tell(Word::Over(self.rank), number);
         for words in others.filter_map(|other| other.words.as_ref().ok()) {
@@ -276,7 +275,7 @@ impl PeerDevice {
         self.told(Word::Begun).load(Ordering::Acquire) > number
     }
 
-    /// Whether the inputs of this operation, which has been begun, are there. Loads of memory, no call of the driver's.
+    /// Whether the inputs of this operation, which has been begun, are there. This only reads memory, and does not call the driver.
     fn has_begun(&self, number: u64) -> bool {
         if self.is_told_begun(number) {
             return true;
@@ -285,19 +284,19 @@ impl PeerDevice {
         self.start(number).is_none_or(|(which, value)| words.shows(which, value))
     }
 
-    /// Whether the stream of `other` has come to the end of this operation of ours. As [`has_begun`](Self::has_begun): no call of the driver's.
+    /// Whether the stream of `other` has come to the end of this operation of ours. Does not call the driver.
     pub(crate) fn has_ended_by(&self, other: &PeerDevice, number: u64) -> bool {
         let which = Word::Over(other.rank);
         other.told(which).load(Ordering::Acquire) > number
             || self.words.as_ref().is_ok_and(|words| words.shows(which, value(number)))
     }
 
-    /// Whether this operation is on the stream, at least in part.
+    /// Whether the driver was given this operation, at least in part.
     pub(crate) fn has_put(&self, number: u64) -> bool {
         self.put.load(Ordering::Acquire) > number
     }
 
-    /// Whether this rank has called an operation and its input is not there yet. As [`has_begun`](Self::has_begun).
+    /// Whether the driver was given this operation, and its inputs are not there yet. Does not call the driver.
     pub(crate) fn is_late(&self, number: u64) -> bool {
         self.has_put(number) && !self.has_begun(number)
     }
@@ -313,14 +312,14 @@ impl PeerDevice {
         words.is_awaited_by(stream, others.map(|other| Word::Over(other.rank)), value(number))
     }
 
-    /// Makes sure that these streams hold up no collective while they wait for words. Then they count as waiting, until
+    /// Sees to it that these streams hold up no collective while they wait for words. After `true` they count as waiting, until
     /// [`DeviceStream::waits_now`] says up to which point they do. `false`: they may hold up what they wait for.
     pub(crate) fn make_way<'a>(
         &self,
         streams: impl Iterator<Item = &'a DeviceStream>,
         needs_copies: bool,
     ) -> bool {
-        // Without words no stream can be made to wait: the attempt gives the error.
+        // Without words no stream can be made to wait: `await_ends` then returns the error.
         self.probe.lock().as_mut().map_or(true, |probe| probe.make_way(streams, needs_copies))
     }
 
@@ -341,8 +340,8 @@ impl PeerDevice {
         self.called.fetch_max(number + 1, Ordering::AcqRel);
     }
 
-    /// A command, for a communicator that has failed: lets all streams that wait for its operations go on, once the ranks' streams have done what they
-    /// hold now, and in any case after a while.
+    /// Called in a command, for a communicator that has failed: lets all streams that wait for its operations go on once the ranks' streams
+    /// have done what they hold now, and in any case after a while.
     pub(crate) fn release_all(&self) -> Result<(), Error> {
         let called = self.called.load(Ordering::Acquire);
         match &self.words {
@@ -352,7 +351,7 @@ impl PeerDevice {
         }
     }
 
-    /// Lets the same streams go on now, whatever is still on the ranks' streams. A store to memory, no call of the driver's.
+    /// Lets the same streams go on now, whatever is still on the ranks' streams. This only writes memory, and does not call the driver.
     pub(crate) fn release_all_now(&self) {
         let called = self.called.load(Ordering::Acquire);
         if let Ok(words) = &self.words
@@ -383,7 +382,7 @@ impl PeerTx {
         Ok(PeerTx { ring, doorbell, ours, to, seen: 0, marked: [false; CELLS as usize] })
     }
 
-    /// Appends a command that posts a frame. With `is_marked` it first records `ready` behind what this rank's stream then holds.
+    /// Appends a command that posts a frame, with `is_marked` behind a record of `ready` on our stream. `beside`: a loan's two places and length.
     fn post_behind(&mut self, descriptor: Descriptor, is_marked: bool, beside: Option<[u64; 3]>) {
         let (frame, memory, doorbell) =
             (self.ring.claim(), self.ring.memory().clone(), self.doorbell.clone());
@@ -411,18 +410,18 @@ impl LinkTx for PeerTx {
         false
     }
 
-    // The payload is a device's address: nobody on the host follows it.
+    // `payload` is a device's address: the host never reads there.
     unsafe fn post(&mut self, header: Header, payload: *const u8) -> Result<Posted, Error> {
         self.post_behind(Descriptor::new(&header, payload.addr() as u64), header.len > 0, None);
         Ok(Posted::Held)
     }
 
-    /// Devices of one process touch each other's memory: `Comm::bind_device` has seen to that.
+    /// Devices of one process touch each other's memory: `Comm::bind_device` has checked that.
     fn can_lend(&self, _: *const u8, _: usize) -> bool {
         true
     }
 
-    // The loan's ends are a device's addresses, too.
+    // The loan's addresses are a device's, too.
     unsafe fn lend(&mut self, header: Header, loan: Loan) -> Result<(), Error> {
         let places = [loan.input.addr() as u64, loan.output.addr() as u64, loan.bytes as u64];
         let header = Header { len: Loan::FRAME as u32, ..header };
@@ -432,7 +431,7 @@ impl LinkTx for PeerTx {
         Ok(())
     }
 
-    /// Our stream may write again to the memory of the frames that are counted here: it waits for the reader's stream first.
+    /// What is put on our stream after this call may write to the memory of the counted frames: our stream waits for the reader's stream first.
     fn released(&mut self) -> Result<u64, Error> {
         let released = self.ring.released();
         for frame in (self.seen..released).filter(|frame| self.marked[at(*frame)] && kept(Wait::Done)) {
@@ -446,8 +445,8 @@ impl LinkTx for PeerTx {
         Ok(released)
     }
 
-    /// The reader looks at nothing more. Whoever ends the communicator's operations on devices waits for what the reader has put on its
-    /// stream or is about to put there (`Binding::is_touched`).
+    /// The reader takes no more frames. Whoever ends the communicator's operations on devices waits for what the reader has put on its stream
+    /// or is about to put there (`Binding::is_touched`).
     fn revoke(&mut self) -> bool {
         self.ring.memory().revoked().fetch_max(1, Ordering::SeqCst);
         true
@@ -468,7 +467,7 @@ pub(crate) struct PeerRx {
     hung_up: bool,
 }
 
-// SAFETY: the frame's address is the device's: nobody on the host follows it. All else is Send.
+// SAFETY: the address in `head` is a device's, which the host never follows and which is tied to no thread. All else is Send.
 unsafe impl Send for PeerRx {}
 
 impl PeerRx {
@@ -535,7 +534,7 @@ impl LinkRx for PeerRx {
         let (count, memory, doorbell) = (self.ring.pass(), self.ring.memory().clone(), self.doorbell.clone());
         self.ours.commands.put(move || {
             if is_marked {
-                // If this fails, the sender must not write to the memory: it does not get the frame back, and all ranks hear why.
+                // If this fails, the sender must not write to the memory: it does not get the frame back, and the communicator fails.
                 ours.stream.record_in(&mut theirs.to[rank].done[at(frame)].lock())?;
             }
             memory.release(count);
@@ -547,7 +546,7 @@ impl LinkRx for PeerRx {
     fn hang_up(&mut self) {
         self.head = None;
         self.hung_up = true;
-        // By a command, so that it comes behind all releases.
+        // By a command, so that it comes behind the releases that were appended before.
         let (memory, doorbell) = (self.ring.memory().clone(), self.doorbell.clone());
         self.ours.commands.put_always(move || {
             memory.release(CLOSED);

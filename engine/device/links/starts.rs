@@ -1,18 +1,18 @@
-//! [`Starts`]: what says that the inputs of a rank's operations are there.
+//! [`Starts`]: for each operation that a rank has begun lately, which word says that the operation's inputs are there.
 
 use parking_lot::Mutex;
 
 use crate::device::signal::Word;
 
-/// A rank remembers the [`Start`]s of so many operations: of more than fit on its stream at a time.
+/// For how many of its operations a rank remembers the [`Start`]: for more than may be on its stream at a time (`exec/endpoint/ending.rs`).
 const STARTS: usize = 2048;
 
-/// What a word that counts operations shows from this operation on. These numbers wrap, and are compared as numbers on a circle.
+/// What a word that counts operations shows from operation `number` on. These values wrap, and are compared modulo 2^32.
 pub(crate) fn value(number: u64) -> u32 {
     (number as u32).wrapping_add(1)
 }
 
-/// What says that the inputs of an operation are there: one of the rank's words, and what it shows then.
+/// What says that the inputs of an operation are there: one of the rank's words, once it shows this value or a later one.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Start {
     /// [`Word::Input`], which the caller's stream writes.
@@ -27,7 +27,7 @@ impl Start {
         Start::Begun(value(number))
     }
 
-    /// The word, and what it shows then.
+    /// The word, and the value that it shows then.
     pub(super) fn word(self) -> (Word, u32) {
         match self {
             Start::Input(value) => (Word::Input, value),
@@ -48,7 +48,7 @@ impl Starts {
         self.0.lock()[number as usize % STARTS] = (number, start);
     }
 
-    /// `None`: the operation is not begun yet, or many have been begun since.
+    /// `None`: the operation is not begun yet, or [`STARTS`] others have been begun since.
     pub(super) fn get(&self, number: u64) -> Option<Start> {
         let (found, start) = self.0.lock()[number as usize % STARTS];
         (found == number).then_some(start)

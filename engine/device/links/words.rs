@@ -1,10 +1,10 @@
-//! The words by which the streams of two ranks in two processes wait for each other.
+//! The words by which two ranks in two processes tell each other how far their streams have come.
 //!
-//! A rank has a page of its own region for each rank in another process: its *inbox*. Of all streams, only the peer's writes
-//! there, and only this rank's waits there. So, whatever becomes of the peer, a store of this rank's host to its own memory
-//! ends every wait of its own stream ([`Inbox::release`]). The same page is the peer's *outbox*.
+//! For each rank in another process, a rank has a page of its own region, its *inbox*, which is the peer's *outbox*. Of all streams
+//! only the peer's writes there, and only this rank's waits for what is written there. So whatever becomes of the peer, this rank's host can
+//! end every such wait of its own stream by stores to its own memory ([`Inbox::release`]).
 //!
-//! Words count frames, on a circle: both streams come to frames in the order of their ring.
+//! Frames are counted modulo 2^32. Both streams come to the frames in the order of their ring, so a count stands for all frames before.
 
 use std::ptr::NonNull;
 use std::sync::atomic::Ordering;
@@ -20,19 +20,19 @@ use crate::types::Rank;
 
 /// This word says how many frames of the link from the peer may be read. (The constants are the words' offsets in the page, in bytes.)
 pub(super) const READY: usize = 0;
-/// How many frames of the link to the peer it has read.
+/// How many frames of the link to the peer the peer's stream has read.
 pub(super) const DONE: usize = 128;
-/// 1: the peer reads nothing more, and has read all that it had begun to read.
+/// 1: the peer takes no more frames, and its stream is past all that it had taken.
 pub(super) const END: usize = 256;
 /// 1: the peer writes nothing more here. Only hosts write and read this word.
 const LEFT: usize = 384;
-/// How many loans to the peer its stream has passed: it touches their memory no more. No stream waits for this word or for [`PAST_END`], and our host
-/// writes neither. So both can be believed whatever has failed.
+/// How many loans to the peer the peer's stream is past: it no longer touches their memory. No stream waits for this word or for
+/// [`PAST_END`], and our host writes neither. So both can be believed whatever has failed.
 pub(super) const PAST: usize = 512;
-/// 1: the peer's stream is past all that it was ever lent, and is given no more work of the communicator's.
+/// 1: the peer's stream is past all its work on memory of ours, and is given no more work of this communicator.
 pub(super) const PAST_END: usize = 640;
 
-/// Added to a word, this ends all waits of a stream for it: none of them is for a value so far ahead of what the word shows.
+/// Added to what a word shows, this ends all waits of a stream for that word: none of them is for a value so far ahead.
 const AHEAD: u32 = 1 << 30;
 
 /// What a word shows once a stream has come past this frame.
@@ -40,10 +40,10 @@ pub(super) fn mark(frame: u64) -> u32 {
     (frame as u32).wrapping_add(1)
 }
 
-/// Pages that the peer had not left when this rank was done with them. They are given back once it has.
+/// Pages of dropped inboxes that the peer had not [left](LEFT) by then. [`Inbox::new`] gives back those that it has left since.
 static KEPT: Mutex<Vec<(Weak<Region>, usize)>> = Mutex::new(Vec::new());
 
-/// Whether a page need not be kept any longer: it is given back, or its region is gone.
+/// Gives a page back if the peer has [left](LEFT) it. Returns whether the page need not be kept: it is given back, or its region is gone.
 fn given_back(region: &Weak<Region>, offset: usize) -> bool {
     let Some(region) = region.upgrade() else { return true };
     let left = region.word(offset + LEFT).load(Ordering::Acquire) != 0;
@@ -53,17 +53,17 @@ fn given_back(region: &Weak<Region>, offset: usize) -> bool {
     left
 }
 
-/// Registers a page of the region's arena with a device, as words for its streams.
+/// Registers a page of the region's arena with the driver, as words for the device of `stream`.
 fn register(region: &Arc<Region>, stream: &DeviceStream, offset: usize) -> Result<SharedWords, Error> {
     let at = NonNull::new(region.at(offset));
     let nowhere = || Error::system("register words that processes share", "there is no such page (a bug)");
     let at = at.filter(|at| region.is_page(at.as_ptr(), PAGE)).ok_or_else(nowhere)?;
-    // SAFETY: a whole page of the mapping, which `region` keeps. The callers have taken it for words, or were told of it by a
-    // peer that has; each page is known to one rank in a process, and so is registered once.
+    // SAFETY: the page lies in the mapping (`is_page`), which the result keeps. `Inbox::new` has taken it for words alone, or a peer that did
+    // so has told `Outbox::open` of it. One rank of this process knows the page and registers it once; the driver refuses a second time.
     unsafe { SharedWords::register(stream, (at, PAGE), region.clone()) }
 }
 
-/// What a peer tells this rank's stream.
+/// The page in which a peer's stream tells this rank how far it has come.
 pub(super) struct Inbox {
     words: Option<SharedWords>,
     region: Arc<Region>,
@@ -73,10 +73,10 @@ pub(super) struct Inbox {
 }
 
 impl Inbox {
-    /// Takes a page of our own region, for the device of `stream`.
+    /// Takes a page of our own region, and registers it with the driver for the device of `stream`.
     pub(super) fn new(stream: &DeviceStream, region: &Arc<Region>) -> Result<Inbox, Error> {
         KEPT.lock().retain(|(region, offset)| !given_back(region, *offset));
-        let full = || Error::system("make words for another process", "this rank's region is full");
+        let full = || Error::system("make words for another process", "this rank's shared memory is full");
         let offset = region.take_pages(PAGE).ok_or_else(full)?;
         match register(region, stream, offset) {
             Ok(words) => {
@@ -90,7 +90,7 @@ impl Inbox {
         }
     }
 
-    /// Where it is in our region, for the peer.
+    /// Where the page begins in our region, in bytes: the peer opens it there.
     pub(super) fn offset(&self) -> u64 {
         self.offset as u64
     }
@@ -101,18 +101,18 @@ impl Inbox {
             .ok_or_else(|| Error::system("wait for another process", "its words are gone (a bug)"))
     }
 
-    /// Work put on the stream after this call starts only once the word shows this.
+    /// Work put on the stream after this call starts only once the word shows `value` or more.
     pub(super) fn wait(&self, stream: &DeviceStream, word: usize, value: u32) -> Result<(), Error> {
         stream.wait_word(self.words()?, word, value)
     }
 
-    /// Whether the word shows this, or the waits for it were ended.
+    /// Whether the word shows `value` or more, be it because waits for the word were [ended](Self::release).
     pub(super) fn shows(&self, word: usize, value: u32) -> bool {
         self.words.as_ref().is_some_and(|words| words.shows(word, value))
     }
 
-    /// Ends all waits for these words. The stream must not be made to wait for them any more. May be called again, as a
-    /// peer that lives may have written smaller values in between.
+    /// Ends all waits of our stream for these words; the stream must not be made to wait for them any more. To be called again if the
+    /// stream still waits, as the stream of a peer that lives may have written smaller values in between.
     pub(super) fn release(&self) {
         let word = |word: usize| self.region.word(self.offset + word);
         let ahead = |at: usize| (at, word(at).load(Ordering::Acquire).wrapping_add(AHEAD));
@@ -124,7 +124,7 @@ impl Inbox {
 
 impl Drop for Inbox {
     fn drop(&mut self) {
-        // From here on no device of ours uses the page; the peer's device still may.
+        // No stream of ours uses the page any more: `retire` has waited for those that did. The peer's stream still may.
         self.words = None;
         let region = Arc::downgrade(&self.region);
         if !given_back(&region, self.offset) {
@@ -133,7 +133,7 @@ impl Drop for Inbox {
     }
 }
 
-/// What this rank's stream tells a peer.
+/// The page in which this rank's stream tells a peer how far it has come.
 pub(super) struct Outbox {
     words: Option<SharedWords>,
     region: Arc<Region>,
@@ -158,7 +158,7 @@ impl Outbox {
         Ok(Outbox { words, region, offset })
     }
 
-    /// Writes the words, each with its value, when the stream comes here.
+    /// Makes the stream write these words, each with its value, behind what it holds now.
     pub(super) fn put(&self, stream: &DeviceStream, all: &[(usize, u32)]) -> Result<(), Error> {
         let gone = || Error::system("tell another process", "its words are gone (a bug)");
         stream.put_shared(self.words.as_ref().ok_or_else(gone)?, all)

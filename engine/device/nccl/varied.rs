@@ -1,4 +1,4 @@
-//! Collectives with a count for each rank, for which NCCL has no functions: groups of its broadcasts, reductions and messages.
+//! Collectives with a count for each rank. NCCL has no functions for these, so each is a group of its broadcasts, reductions or messages.
 
 use allstream_sys::cuda::CuStream;
 use allstream_sys::nccl::{NcclComm, NcclDataType, NcclError};
@@ -8,11 +8,11 @@ use crate::device::whole::{Piece, WholeCall};
 use crate::types::{Kind, Rank, Tables};
 
 impl NcclEnd {
-    /// Makes the calls for a piece with a count for each rank. The caller has begun a group. An empty block gets no call: both ends of a
-    /// message, and all ranks of a broadcast or a reduction, have compared its length before, so all of them leave it out.
+    /// Calls NCCL for a piece with a count for each rank. The caller has begun a group. An empty block gets no call: the ranks concerned (both
+    /// ends of a message, all ranks of a broadcast or a reduction) have compared its length before, so all of them leave it out.
     ///
     /// # Safety
-    /// As of [`Whole::submit`](crate::device::whole::Whole::submit).
+    /// As for [`Whole::submit`](crate::device::whole::Whole::submit). The communicator is there, and the caller holds its lock.
     pub(super) unsafe fn enqueue_varied(
         &self,
         call: &WholeCall,
@@ -24,7 +24,7 @@ impl NcclEnd {
         let bytes = NcclDataType::UINT8;
         let send = |peer: Rank, (from, len): (*mut u8, usize)| match len {
             0 => Ok(()),
-            // SAFETY: the caller's promise: a block of the operation's memory.
+            // SAFETY: the caller's promise; the memory is a block of the operation's, or of a copy of the input.
             _ => unsafe { nccl.send((from.cast_const().cast(), len), bytes, peer as i32, at) },
         };
         let recv = |peer: Rank, (to, len): (*mut u8, usize)| match len {

@@ -1,4 +1,4 @@
-//! [`Binding`]: a rank's device in a communicator, the devices of its peers, and how the operations of a communicator that has failed leave them.
+//! [`Binding`]: a rank's device in a communicator, the devices of its peers, and how a communicator that has failed ends its work on them.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
@@ -22,20 +22,20 @@ use crate::mem::Verdict;
 use crate::trace::log::LOG;
 use crate::types::Rank;
 
-/// Bytes of a slice: many, as the device itself overlaps copies and folds; but the length of a frame must fit in 32 bits.
+/// Bytes of a slice, on which a step works at once: many, as the device itself overlaps copies and folds. A frame's length must fit in 32 bits.
 const SLICE: usize = 1 << 30;
-/// Bytes that one frame can lend.
+/// The most bytes that one frame can lend.
 const FRAME: usize = u32::MAX as usize;
 
-/// How long the streams of a communicator that has failed may take to come to their ends. After that the caller's streams wait for them no
-/// longer, and the rank's own streams no longer wait for other processes.
+/// How long the streams of a communicator that has failed may take to come to their ends. After that the callers' streams wait for them no
+/// longer, and the rank's own stream no longer waits for other processes.
 const LET_GO: Duration = Duration::from_millis(150);
 /// How often [`Binding::leave`] looks whether commands are still being carried out.
 const LOOK: Duration = Duration::from_millis(1);
 
-/// Between processes a part of this many bytes or more is folded at once, straight from all ranks' memory. A rank's host then waits for the
-/// words of all ranks before it puts the kernel on its stream, which costs some tens of microseconds. It saves up to one pass over the memory;
-/// at about this size that pass would take as long. Estimated, not measured.
+/// Between processes a part of this many bytes or more is folded by one kernel of each rank, straight from all ranks' memory. A rank's host then
+/// waits for the words of all ranks before it puts the kernel on its stream, which costs some tens of microseconds. Folding saves up to one pass
+/// over the memory; at about this size that pass would take as long. Estimated, not measured.
 const FOLDED_BETWEEN_PROCESSES: usize = 16 << 20;
 
 /// The least number of bytes of a part that ranks in several processes fold at once.
@@ -47,7 +47,7 @@ fn folded_between_processes_from() -> usize {
     FOLDED_BETWEEN_PROCESSES
 }
 
-/// Bytes of a slice, and of the longest frame.
+/// Bytes of a slice, and the most bytes that a frame lends.
 pub(crate) fn limits() -> (usize, usize) {
     #[cfg(any(test, feature = "testing"))]
     if let Some(bytes) = crate::testing::faults::longest_frame() {
@@ -59,30 +59,30 @@ pub(crate) fn limits() -> (usize, usize) {
 /// A rank's device in a communicator, and those of all its peers.
 pub(crate) struct Binding {
     pub(crate) ours: Arc<PeerDevice>,
-    /// By rank, with ours; `None` for a rank in another process or out of reach.
+    /// By rank, with ours. `None`: the rank is in another process, or the devices do not reach each other.
     pub(crate) all: Vec<Option<Arc<PeerDevice>>>,
-    /// Whether all devices touch each other's memory. If not, operations that no library takes whole are staged.
+    /// Whether all devices touch each other's memory. If not, operations that no library takes whole are staged on the hosts.
     pub(crate) reaches: bool,
     /// The ranks in other processes, if there are any.
     pub(crate) far: Option<Arc<Far>>,
-    /// A stream of each other device in this process.
+    /// For each other device that ranks of `all` use: the stream of one such rank.
     pub(crate) others: Vec<DeviceStream>,
     /// Rank 0's device, if all ranks are in this process and share a device: launches that fold for all ranks go to its stream.
     pub(super) leader: Option<Arc<PeerDevice>>,
-    /// What takes operations whole, if anything does.
+    /// The library that takes operations whole, if there is one.
     pub(crate) whole: Option<BoundWhole>,
     /// Counts other libraries' buffers of which operations used copies.
     pub(crate) copied: Mutex<DeviceCopies>,
-    /// How far its operations have left the devices, once it has failed.
+    /// How far the communicator has ended its work on the devices, once it has failed.
     pub(super) leaving: Leaving,
     /// The operation that was begun last.
     pub(super) current: Mutex<Weak<DeviceOp>>,
-    /// What moves the messages that a library takes, made with the first of them.
+    /// What gives messages to the library, made for the first message that the library takes.
     pub(crate) message_path: Mutex<Option<Arc<MessagePath>>>,
     _open: Busy,
 }
 
-/// How the operations of a communicator that has failed leave the devices.
+/// How far a communicator that has failed has ended its work on the devices.
 #[derive(Default)]
 pub(super) struct Leaving {
     /// The operations that were given up, and the verdicts on those of them that streams were made to wait for.
@@ -90,10 +90,10 @@ pub(super) struct Leaving {
     pub(super) verdicts: Mutex<Vec<Arc<Verdict>>>,
     /// Whether the first command that calls [`Binding::leave`] has been appended.
     pub(super) has_begun: AtomicBool,
-    /// If all ranks are in this process, and no library takes operations: set once the buffers' streams have been made to wait for all
-    /// that any rank has put on its stream, or to the error of that.
+    /// If the communicator [is ordered](Binding::is_ordered): set once the buffers' streams have been made to wait for all that any rank has
+    /// put on its stream, or once that has failed, to the error.
     pub(super) ordered: OnceLock<Result<(), Error>>,
-    /// Whether the ranks' streams in this process have come to the end of what was put on them.
+    /// Whether the streams of the ranks in this process have come to the end of what was put on them.
     pub(super) is_quiet: Arc<AtomicBool>,
 }
 
@@ -133,27 +133,27 @@ impl Binding {
         }
     }
 
-    /// The operation that was begun last, whose parts are run.
+    /// The operation that was begun last: the one whose parts are run now.
     pub(crate) fn current(&self) -> Option<Arc<DeviceOp>> {
         self.current.lock().upgrade()
     }
 
-    /// The communicator has failed: no rank of this process puts more of it on a stream, except what [`leave`](Self::leave) does.
+    /// The communicator has failed: from here on no command of a rank of `all` is begun, except those that are always carried out.
     pub(crate) fn cut(&self) {
         if kept(Wait::Revoked) {
             self.all.iter().flatten().for_each(|device| device.commands.cut());
         }
     }
 
-    /// Whether all ranks are in this process, and no library takes operations. Then all that is on streams comes to its end, so that streams
-    /// can be made to wait for streams when the communicator has failed. Otherwise a stream may wait for ever for another process, or for a
-    /// library, and the host watches the streams instead.
+    /// Whether all ranks are in this process, and no library takes operations. Then all that is on the ranks' streams comes to its end, so that
+    /// other streams can be made to wait for it when the communicator has failed. Otherwise a rank's stream may wait for ever for another process,
+    /// or for a library, and the host watches the ranks' streams instead.
     fn is_ordered(&self) -> bool {
         self.far.is_none() && self.whole.is_none()
     }
 
-    /// For a communicator that has failed: goes on with its end, and says whether devices may still touch its memory. `since`: for how long
-    /// it has been ending.
+    /// For a communicator that has failed: goes on with its end, and says whether devices may still touch its memory out of the order of its
+    /// buffers' streams. `since`: for how long it has been ending.
     pub(crate) fn is_touched(self: &Arc<Self>, since: Duration) -> bool {
         if !self.leaving.has_begun.swap(true, Ordering::AcqRel) {
             let binding = self.clone();
@@ -169,8 +169,8 @@ impl Binding {
         is_touched
     }
 
-    /// A command: if [ordered](Self::is_ordered), makes the buffers' streams wait for what any rank of this process has put on its stream; lets
-    /// streams go on that wait for operations of the communicator; and has the ends of the ranks' streams watched.
+    /// A command: if [ordered](Self::is_ordered), makes the buffers' streams wait for what any rank of this process has put on its stream. Then lets
+    /// the streams go on that wait for this rank's operations, and has the ends of the ranks' streams watched.
     fn leave(self: &Arc<Self>) {
         // A rank may be putting work on its stream right now: this command looks again until none is. It was itself put with `put_always`,
         // so `is_idle` does not count it.
@@ -184,8 +184,8 @@ impl Binding {
             });
         }
         if self.far.as_ref().is_some_and(|far| far.may_be_written()) {
-            // The callers' streams will go on although a peer may still write to memory that it was lent: so it may overwrite what such a stream
-            // writes to a buffer that was handed on. The verdicts on these buffers tell of that.
+            // The callers' streams will go on although a peer may still write to memory that it was lent: the peer may overwrite what such a stream
+            // writes to a buffer that was handed on. So these buffers' verdicts note that the streams went on too early.
             self.leaving.verdicts.lock().iter().for_each(|verdict| verdict.overtake());
         }
         let operations = match self.is_ordered() {
@@ -205,7 +205,7 @@ impl Binding {
         }
     }
 
-    /// Sees to it that `is_quiet` is set once the ranks' streams in this process have come to the points up to which they are filled now.
+    /// Sees to it that `is_quiet` is set once the streams of the ranks in this process have come to the end of what they hold now.
     fn watch_ends(self: &Arc<Self>) -> Result<(), Error> {
         let devices = self.all.iter().flatten();
         let points = devices.map(|device| device.points()).collect::<Result<Vec<_>, _>>()?.concat();
@@ -227,42 +227,42 @@ impl Binding {
         Ok(())
     }
 
-    /// Of a communicator that has failed, whose ranks are in several processes: the operations that were given up, with memory of their own
-    /// that peers may touch, and memory of their buffers that was handed on and dropped. To be dropped once nobody touches it
-    /// ([`touched_until`](Self::touched_until)).
+    /// For a communicator that has failed: the operations that were given up, which own memory that peers may touch, and the memory of their
+    /// buffers that were handed on and then dropped. To be dropped once nobody touches that memory ([`touched_until`](Self::touched_until)).
+    /// `None`: all ranks are in this process, or a library takes operations.
     pub(crate) fn remains(&self) -> Option<Box<dyn Send>> {
         self.far_alone()?;
         let operations = self.leaving.operations.lock().iter().filter_map(Weak::upgrade).collect::<Vec<_>>();
         Some(Box::new((LetGo(std::mem::take(&mut *self.leaving.verdicts.lock())), operations)))
     }
 
-    /// Of a communicator that has failed, whose ranks are in several processes: says whether nobody touches its memory any more. That is so when
-    /// the streams of this process have come to their ends, and each rank in another process has said by a word that its stream is past all that
-    /// it was given, or that process has exited. `None`: nobody can tell.
+    /// For a communicator that has failed: a function that says whether nobody touches its memory any more. That is so when the streams of the
+    /// ranks in this process have come to their ends, and each rank in another process that was given memory has said by a word that its stream is
+    /// past all of it, or that process has exited. `None` as for [`remains`](Self::remains): then nobody can tell.
     pub(crate) fn touched_until(&self) -> Option<IsOver> {
         let (far, is_quiet) = (self.far_alone()?.clone(), self.leaving.is_quiet.clone());
         Some(Box::new(move || {
             let is_quiet = is_quiet.load(Ordering::Acquire);
             if !is_quiet && far.has_let_go() {
-                // A peer's stream may have written smaller numbers since, over those that let this rank's stream go on.
+                // A peer's stream may since have written smaller numbers over those that let this rank's stream go on.
                 far.let_go();
             }
             is_quiet && !far.may_be_touched()
         }))
     }
 
-    /// The ranks in other processes, where nothing but the ranks' streams touches memory: no library does.
+    /// The ranks in other processes, if no library takes operations: then nothing but the ranks' streams touches memory on the devices.
     fn far_alone(&self) -> Option<&Arc<Far>> {
         self.far.as_ref().filter(|_| self.whole.is_none())
     }
 
-    /// Whether so many bytes are folded at once, as far as that depends on where the ranks are. The answer is the same on all ranks.
+    /// Whether a part of so many bytes is folded by one kernel, as far as that depends on where the ranks are. The answer is the same on all ranks.
     pub(crate) fn folds_at_once(&self, bytes: usize) -> bool {
         self.far.is_none() || self.far_alone().is_some() && bytes >= folded_between_processes_from()
     }
 
-    /// Called when the streams do not come to their ends, or the driver does not answer: lets what waits for them go on. Makes stores to
-    /// memory, and no call of the driver's.
+    /// Called when the ranks' streams do not come to their ends, or the driver does not answer: lets the streams that wait for them go on. This
+    /// only writes memory, and does not call the driver.
     fn overtake(&self) {
         self.leaving.verdicts.lock().iter().for_each(|verdict| verdict.overtake());
         self.ours.release_all_now();
@@ -272,7 +272,7 @@ impl Binding {
     }
 }
 
-/// Verdicts that hold memory of dropped buffers. To be dropped once no device touches that memory any more: this frees it.
+/// Verdicts that hold memory of dropped buffers. To be dropped once no device touches that memory any more: the drop frees it.
 struct LetGo(Vec<Arc<Verdict>>);
 
 impl Drop for LetGo {
@@ -281,7 +281,7 @@ impl Drop for LetGo {
     }
 }
 
-/// Opens links between devices.
+/// Opens links between the ranks' devices.
 pub(crate) struct DeviceLinks {
     pub(crate) rings: Arc<dyn Opener>,
     pub(crate) binding: Arc<Binding>,

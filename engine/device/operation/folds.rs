@@ -1,4 +1,4 @@
-//! What an operation on devices needs, as its call finds out: memory, copies, and which of its parts a single kernel folds.
+//! What an operation on devices needs, as the user's call finds out: memory, copies, and which of its parts are folded.
 
 use std::sync::Arc;
 
@@ -8,16 +8,16 @@ use crate::error::Error;
 use crate::plan::Lending;
 
 /// Which of an operation's parts are *folded*: the ranks lend each other their memory, and one kernel of each rank combines what is lent
-/// ([`Lends`](crate::exec::lends::Lends)). The call finds this out.
+/// ([`Lends`](crate::exec::lends::Lends)).
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Folds {
-    /// All parts are folded, and all ranks are in this process.
+    /// All parts are folded, all ranks are in this process, and no buffer of this rank is replaced by a copy.
     pub(crate) are_all: bool,
     /// The same, and there is only one part.
     pub(crate) are_one: bool,
     /// The same, and one launch may fold that part for all ranks, as they share a device.
     pub(crate) may_be_for_all: bool,
-    /// Peers wait for this rank's own stream before they read what it lends: the stream multiplies the input or makes copies first, or there
+    /// Before peers read what this rank lends, they must wait for this rank's own stream: it scales the input or makes copies first, or there
     /// are ranks in other processes.
     pub(crate) own_work_is_lent: bool,
     /// The ranks that this rank lends its buffers to, and the ranks that lend theirs to this one: bit `r` stands for rank `r`.
@@ -40,7 +40,7 @@ impl Folds {
     }
 }
 
-/// What an operation needs besides its buffers.
+/// What an operation needs besides its buffers. `copied`: the copies of those that the devices of other ranks cannot touch.
 pub(crate) struct Needs {
     /// The memory that its parts need; or the error, if it could not be had.
     pub(crate) workspace: Result<Arc<Workspace>, Error>,

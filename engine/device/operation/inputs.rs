@@ -3,9 +3,10 @@
 //! Where ranks share a device, their callers' streams share its hardware queues. Suppose that one rank *joins* a stream with an operation (makes
 //! the stream wait for it), and another rank, which has not called the operation yet, makes its input on a stream in the same queue. Then the input
 //! comes only after the wait, and the wait ends only after the input: neither goes on. So a rank that joins before all have called first asks which
-//! streams share a queue (`queues/pairs.rs`); if these do, it waits on the host for the calls. Where that cannot be known beforehand, because a rank
-//! has not called anything yet or then uses another stream, that rank's call finds the fault, and the communicator ends at once with an error that
-//! names the rule. It also ends if a join waits on the host for a call that only the waiting thread itself would make.
+//! streams share a queue (`queues/pairs.rs`); if its streams share one with theirs, it waits on the host for the calls. Where that cannot be known
+//! beforehand, because a rank has not called anything yet or then uses another stream, that rank's call finds the fault, and the communicator ends
+//! with an error that names the rule: at once, or after [`PATIENCE`] where it is not certain that two streams share a queue. It also ends if a join
+//! waits on the host for a call that, as far as is known, only the waiting thread would make, or a thread that waits for that one.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -22,14 +23,14 @@ use crate::device::stream::DeviceStream;
 use crate::error::Error;
 use crate::types::Rank;
 
-/// How long ranks that have not called anything yet, and seem to have no stream, get to make one before another rank's stream waits.
+/// How long ranks that have no known stream, and seem to have made none yet, get to make one before another rank's stream waits.
 const SOON: Duration = Duration::from_millis(500);
 /// How long a join waits for calls that, as far as is known, its own thread would have to make. Another thread may make them meanwhile.
 const GRACE: Duration = Duration::from_millis(500);
 /// How long an input may take to come if a stream that waits for the input's own operation may hold it up.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// The error for a join before all ranks have called.
+/// The error for a join that came before all ranks had called, and by which an operation cannot go on.
 fn broken(what: &str) -> Error {
     let rule = "let all ranks of a process call an operation before any of them joins a stream with it, or set \
                 CUDA_DEVICE_MAX_CONNECTIONS=32 in the environment, so that streams need not share hardware queues";
@@ -56,8 +57,8 @@ impl Binding {
         })
     }
 
-    /// Notes that these ranks' work for an operation is on their streams (or, with one launch for all of them, on rank 0's), and wakes the ranks whose
-    /// next operation `may_begin` has put off.
+    /// Notes that all of these ranks' work for an operation is on their streams (or, with one launch for all ranks, on rank 0's), and wakes the ranks
+    /// whose next operation [`may_begin`](DeviceOp::may_begin) has put off.
     pub(super) fn has_put<'a>(&self, number: u64, ranks: impl IntoIterator<Item = &'a Arc<PeerDevice>>) {
         for device in ranks {
             device.has_put_over(number);
@@ -70,7 +71,7 @@ impl Binding {
         }
     }
 
-    /// Checks a call of this rank, whose buffers are on these streams, before it puts anything there.
+    /// Checks a call of this rank, whose buffers are on these streams, before the call puts anything there.
     ///
     /// # Errors
     /// One of the streams shares a hardware queue with a stream of another rank that already waits for this call.
@@ -108,8 +109,8 @@ impl Drop for Blocked {
     }
 }
 
-/// Whether, as far as is known, this rank cannot call before this thread goes on: the rank's last call was made on this thread, or on a thread whose
-/// join waits for a rank of which the same is true.
+/// Whether, as far as is known, the rank of `device` cannot call before this thread goes on: the rank was last called (or, before its first call,
+/// bound) on this thread, or on a thread that waits in a join for the call of a rank of which the same is true.
 fn leads_here(device: &PeerDevice) -> bool {
     let (here, waiting) = (std::thread::current().id(), WAITING.lock().clone());
     let (mut seen, mut to_see) = (Vec::new(), vec![device.inputs.thread()]);
@@ -129,9 +130,9 @@ fn leads_here(device: &PeerDevice) -> bool {
 }
 
 impl DeviceOp {
-    /// Called when the operation is about to be submitted and its streams have been marked: notes these streams and this thread. If another rank's
-    /// stream that waits for this operation may hold up the inputs, and they have not come after [`PATIENCE`], calls `fail`.
-    /// `us` is this rank, and `fail` ends the communicator.
+    /// Called when the operation is about to be submitted and the points of its inputs on its streams are recorded: notes these streams and this
+    /// thread. If a stream of another rank waits for this operation or a later one, may hold up the inputs, and still waits after [`PATIENCE`] while
+    /// the inputs have not come, calls `fail`. `us` is this rank, and `fail` ends the communicator.
     pub(crate) fn watch_inputs(self: &Arc<Self>, us: Rank, fail: impl FnOnce(Error) + Send + 'static) {
         self.binding.ours.inputs.called(&self.streams);
         let is_apart =
@@ -141,7 +142,7 @@ impl DeviceOp {
         };
         let (operation, called) = (Arc::downgrade(self), Instant::now());
         later(PATIENCE, move || {
-            // `settle` runs all deferred jobs at once. Then it is too early to know that the operation cannot go on, and nothing is reported.
+            // `settle` has all deferred jobs run at once. Then it is too early to know that the operation cannot go on, and nothing is reported.
             let is_early = called.elapsed() < PATIENCE;
             let Some(operation) = operation.upgrade().filter(|_| !is_early) else { return };
             if waiting.is_waiting() && !operation.has_come_to_call() {
@@ -151,8 +152,8 @@ impl DeviceOp {
     }
 
     /// Whether the rank's stream may be made to wait for this operation's inputs now. The inputs may be held up by another rank's stream that waits
-    /// for the end of an earlier operation. The work that signals that end must be on its stream first: put there later, it could share a hardware
-    /// queue with this rank's wait and be stuck behind it. After `false`, whoever drives the rank is woken when that work is on its stream.
+    /// for the end of an earlier operation. That other rank's work for the earlier operation must be on a stream first: put there later, it could share
+    /// a hardware queue with this rank's wait and be stuck behind it. After `false`, whoever drives this rank is woken when that work is on its stream.
     pub(crate) fn may_begin(&self) -> bool {
         if self.has_begun.load(Ordering::Acquire) || !self.is_behind_joins() {
             return true;
@@ -180,8 +181,8 @@ impl DeviceOp {
     }
 
     /// Whether `stream` and the buffers' streams may wait for the operation before all ranks of the process have called it: as far as can be found out,
-    /// they do not hold up the streams on which the other ranks make their inputs. Asks the device about streams of which it is not known yet.
-    /// `waited`: for how long the caller has waited for `true`.
+    /// they do not hold up the streams on which the other ranks make their inputs. Also true if waiting for a rank's call would be in vain. Asks the
+    /// device about streams of which this is not known yet. `waited`: for how long the caller has waited for `true`.
     pub(crate) fn spares_inputs(&self, stream: &DeviceStream, waited: Duration) -> bool {
         let mut waits: Vec<&DeviceStream> = Vec::new();
         for stream in self.streams.iter().chain([stream]) {
@@ -192,7 +193,7 @@ impl DeviceOp {
         let others: Vec<_> = self.uncalled().map(|(_, device)| device).collect();
         let new = others.iter().filter(|device| device.inputs.used().is_empty()).count();
         others.iter().all(|device| {
-            // A stream that already waits for a call of that rank may wait for this operation, too.
+            // A stream that already waits for a call of that rank does no further harm if it waits for this operation, too.
             let ours = self.binding.ours.inputs.joined_from(device.next_call());
             let waits_already = |stream: &DeviceStream| {
                 ours.iter().any(|(waiting, is_put)| *is_put && waiting == stream) && stream.is_waiting()
@@ -203,7 +204,7 @@ impl DeviceOp {
         })
     }
 
-    /// The same for one rank that has not called. `new`: how many such ranks have no known stream, as they have not called anything.
+    /// Whether the streams `waits` spare the inputs of one rank that has not called. `new`: how many such ranks have no known stream that still exists.
     fn is_spared(
         &self,
         device: &PeerDevice,
@@ -214,11 +215,10 @@ impl DeviceOp {
         let is_new = used.is_empty();
         let candidates: Vec<DeviceStream> = match is_new {
             false => used.into_iter().filter(|stream| stream.shares_device(waits[0])).collect(),
-            // Any caller's stream of the device may be the one that the rank is going to use.
+            // Any caller's stream of the device may be the one that the rank will use.
             true => waits[0].callers_beside().into_iter().filter(|stream| !waits.contains(&stream)).collect(),
         };
-        // As far as is known, the rank cannot call before this thread goes on, so waiting for it would be in vain. If its input is then held up, its call
-        // finds that out.
+        // If so, waiting for the rank's call would be in vain, as far as is known. If the rank's input is then held up, its call finds that out.
         let is_blocked = || leads_here(device);
         if is_new && candidates.len() < new && waited < SOON && !is_blocked() {
             return false;
@@ -238,20 +238,20 @@ impl DeviceOp {
         })
     }
 
-    /// Whether ranks that have not called the operation may need copies between host and device before they call, so that copies must not be held up.
+    /// Whether a rank that shares this device, has not called and was last called on another thread may need copies between host and device first.
     pub(crate) fn needs_copies(&self) -> bool {
         let here = std::thread::current().id();
         self.uncalled()
             .any(|(_, device)| device.stream.shares_device(self.stream()) && device.inputs.thread() != here)
     }
 
-    /// Notes that this stream waits for the operation (`is_put`), or is about to wait, while not all of the operation is on streams.
+    /// Notes that this stream waits for the operation (`is_put`), or is about to wait, while not all of the operation's work is on streams.
     pub(crate) fn note_join(&self, stream: &DeviceStream, is_put: bool) {
         self.binding.ours.inputs.joins(stream, self.number(), is_put);
     }
 
-    /// The error for a join that has waited this long, if it cannot end: as far as is known, a call that it waits for would be made by this thread itself,
-    /// or by a thread that waits for this one.
+    /// The error for a join that has waited this long, if it cannot end: as far as is known, a call that it waits for would be made by this thread, or by
+    /// a thread that waits for this one.
     pub(crate) fn waits_for_itself(&self, us: Rank, waited: Duration) -> Option<Error> {
         if waited < GRACE {
             return None;
@@ -259,8 +259,8 @@ impl DeviceOp {
         let rank = self.uncalled().find(|(_, device)| leads_here(device));
         rank.map(|(rank, _)| {
             broken(&format!(
-                "rank {us} waits on the host for rank {rank}'s call, as a stream that waited could hold up what that call needs, and the \
-                 thread that rank {rank} was last called on is the one that waits, or waits for it"
+                "rank {us} waits on the host for rank {rank}'s call, as a stream that waited could hold up what that call needs, but the \
+                 thread on which rank {rank} was last called is this waiting thread, or waits for it"
             ))
         })
     }

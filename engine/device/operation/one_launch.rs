@@ -4,8 +4,8 @@
 //! of all ranks, a kernel that folds all of their inputs into all of their outputs, and a write to a word in each rank's page, which says
 //! that the operation is over. All such launches of a communicator go to rank 0's stream, whichever rank puts them there. So none needs a
 //! wait for the one before, and a stream that joins an operation before all ranks have called it knows which word will tell it of the end.
-//! The other ranks' own streams do nothing for the operation, except that each multiplies its rank's input first where the operation scales
-//! inputs.
+//! The ranks' own streams do two things at most for the operation: each scales its rank's input first, if the operation scales inputs, and it
+//! writes [`Word::Begun`] behind the events of the buffers' streams, if no [`Word::Input`] stands for these.
 //!
 //! Whatever ends the communicator cuts the commands of all its ranks in this process, and waits for a command that is being carried out. So
 //! once a rank's buffers have come back, no rank launches anything more on them.
@@ -47,8 +47,8 @@ impl Binding {
         self.leader.is_some()
     }
 
-    /// The streams that will wait for this rank's inputs of an operation: rank 0's where one launch may fold it for all ranks, and this
-    /// rank's own where that has work to do.
+    /// Those of rank 0's stream and this rank's own that will wait for this rank's inputs of an operation: rank 0's if one launch may fold the
+    /// operation for all ranks, and this rank's own if that launch is impossible or the own stream scales the input first.
     pub(super) fn work_on(&self, folds: &Folds) -> Vec<DeviceStream> {
         let leader = self.leader.as_ref().filter(|_| folds.may_be_for_all).map(|leader| &leader.stream);
         let ours = Some(&self.ours.stream)
@@ -56,7 +56,7 @@ impl Binding {
         leader.into_iter().chain(ours).cloned().collect()
     }
 
-    /// For rank 0's stream: writes to each rank's page, which say that all launches for all ranks up to this operation are over. `None`:
+    /// For rank 0's stream: the writes of a word of each rank, which say that all launches for all ranks up to this operation are over. `None`:
     /// this is another rank, or the communicator has no such launches.
     pub(super) fn over_for_all(&self, number: u64) -> Option<impl Iterator<Item = CuStreamMemOp>> {
         let is_ours = self.leader.as_ref().is_some_and(|leader| Arc::ptr_eq(leader, &self.ours));
@@ -68,8 +68,8 @@ impl Binding {
         pages.map(move |words| words.write(Word::OverForAll, value(number)))
     }
 
-    /// Has the host write the words that `over_for_all` has rank 0's stream write. The driver has said that this stream has come to the end
-    /// of the launch for all ranks of this operation, though no word says so.
+    /// Makes the host write the words that rank 0's stream writes behind the launch for all ranks of this operation. The driver has said that
+    /// the stream is past the launch, though no word says so.
     pub(super) fn tell_over_for_all(&self, number: u64) {
         for words in self.all.iter().flatten().filter_map(|device| device.words.as_ref().ok()) {
             words.set(Word::OverForAll, value(number));

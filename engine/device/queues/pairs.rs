@@ -2,9 +2,9 @@
 //! rank may make its input.
 //!
 //! Callers' streams cannot be moved to another queue. So the device is only asked about each pair, until an answer is known, in the same way as
-//! about streams of ours (`queues.rs`): one stream waits for a word of the host's, and the others are each told to write a word. A stream whose
-//! word comes only when the host has let the first stream go on was held up by it. A stream whose word does not come even then had other work to do,
-//! and nothing is known of it.
+//! about streams of ours (`queues.rs`): one stream waits for a word that the host writes, and the others are each told to write a word. A stream
+//! whose word comes only when the host has let the first stream go on counts as held up by that stream. A stream whose word does not come soon
+//! after that has other work to do, and nothing is known of it.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -21,7 +21,7 @@ pub(crate) enum Pair {
     Apart,
     /// They share a hardware queue, as far as was seen, or are the same stream of the driver.
     Together,
-    /// It could not be found out yet.
+    /// Nobody has asked the device yet, or it has not answered.
     Unknown,
 }
 
@@ -36,7 +36,7 @@ fn add(list: &mut Vec<u64>, id: u64) {
 }
 
 impl DeviceStream {
-    /// What is known of this stream and another. Streams of two devices are apart.
+    /// What is known of this stream and `other`. Streams of two devices are apart.
     pub(crate) fn pair(&self, other: &DeviceStream) -> Pair {
         let (ours, theirs) = (self.0.way(), other.0.way());
         if !self.shares_device(other) {
@@ -57,21 +57,21 @@ impl DeviceStream {
         Arc::ptr_eq(&self.0.context, &other.0.context)
     }
 
-    /// Notes that this stream is a caller's: a rank may make its input there.
+    /// Notes that this stream is a caller's, so that a rank may make its input there.
     pub(in crate::device) fn made_a_callers(self) -> DeviceStream {
         enter(&mut self.0.context.callers.lock(), &self);
         self
     }
 
-    /// All callers' streams of its device.
+    /// All callers' streams of this stream's device.
     pub(crate) fn callers_beside(&self) -> Vec<DeviceStream> {
         alive(&self.0.context.callers.lock())
     }
 }
 
 impl Probe {
-    /// Finds out which of `others` go on while `waiting` waits. All are callers' streams of one device, and `waiting` is not captured into a graph
-    /// meanwhile.
+    /// Finds out which of `others` go on while `waiting` waits, unless `waiting` waits already. All are callers' streams of one device, and
+    /// `waiting` is not captured into a graph meanwhile.
     pub(crate) fn learn(&mut self, waiting: &DeviceStream, others: &[DeviceStream]) {
         let context: Arc<Context> = waiting.0.context.clone();
         if is_one() || waiting.is_waiting() || self.bells.is_empty() {
@@ -96,7 +96,7 @@ impl Probe {
         self.turn = self.turn.wrapping_add(1);
         let turn = self.turn;
         let free = |stream: &DeviceStream| stream.refuse_capture("join", "it is captured").is_ok();
-        // A stream that another thread captures is not asked: the write would become part of its graph.
+        // A stream that another thread is capturing is not asked: the write would become part of the graph.
         let mut asked: Vec<bool> = others.iter().map(free).collect();
         let held = self.gate.is_awaited_by(waiting, [BELL].into_iter(), turn).and_then(|()| {
             let mut all = others.iter().zip(&self.bells).zip(&asked).filter(|(_, asked)| **asked);
@@ -127,7 +127,7 @@ impl Probe {
             (false, false) => Pair::Unknown,
         };
         let answers = meanwhile.iter().zip(&behind).map(answer).collect();
-        // If a capture of a stream began meanwhile, its graph may write the word whenever it runs: the word is leaked, and not used again.
+        // If a capture of a stream began meanwhile, the graph may write the word whenever it runs: so the word is leaked, and not used again.
         for at in (0..asked.len()).rev() {
             if std::mem::take(&mut asked[at]) && !free(&others[at]) {
                 std::mem::forget(self.bells.remove(at));
@@ -137,8 +137,8 @@ impl Probe {
     }
 }
 
-/// Notes each answer for both streams, as it is true of either. `Apart` is certain. `Together` is not: a stream whose word came late may only have been
-/// slow, so nothing is concluded from it about further streams.
+/// Notes each answer for both streams, as it holds in both directions. `Apart` is certain. `Together` is not: a stream whose word
+/// came late may only have been slow, so nothing is concluded from it about further streams.
 fn note(waiting: &DeviceStream, others: &[DeviceStream], answers: &[Pair]) {
     for (other, answer) in others.iter().zip(answers) {
         for (stream, of) in [(waiting, other), (other, waiting)] {

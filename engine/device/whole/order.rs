@@ -81,7 +81,7 @@ fn number() -> u64 {
 }
 
 impl LaunchOrder {
-    /// The order of the device with this identity. Where ranks share devices, each has an order of its own there (`sharer`: its world rank): two
+    /// The order of the device with this UUID. Where ranks may share a device, each has an order of its own (`sharer`: its world rank): two
     /// ranks' kernels of one operation wait for each other, so neither kernel may be held up until the other has ended.
     pub(crate) fn of(device: [u8; 16], sharer: Option<Rank>) -> Arc<LaunchOrder> {
         type Known = (([u8; 16], Option<Rank>), Weak<LaunchOrder>);
@@ -124,7 +124,7 @@ impl LaunchOrder {
     }
 }
 
-/// An operation's place in the queue. Dropping this gives the place up: when the operation has been launched, or never will be.
+/// An operation's place in the queue. It is dropped, which gives the place up, when the operation has been launched, or never will be.
 pub(crate) struct Ticket {
     order: Arc<LaunchOrder>,
     number: u64,
@@ -172,7 +172,7 @@ impl Drop for Ticket {
     }
 }
 
-/// An operation's time. Dropping this gives the time up: when the operation has been launched, or never will be.
+/// An operation's time. It is dropped, which gives the time up, when the operation has been launched, or never will be.
 pub(crate) struct Turn {
     order: Arc<LaunchOrder>,
     when: When,
@@ -191,7 +191,7 @@ impl Turn {
     /// All ranks of the operation have named a time, and `time` is the latest of these. A second call does not change the operation's time.
     pub(crate) fn agree(&mut self, time: u64) {
         let mut dues = self.order.dues.lock();
-        // Called on each pass: whoever is next was woken by the first call.
+        // This is called in each pass: the first call has woken whoever is next.
         if dues.all.get(&self.when).is_none_or(|due| due.is_agreed) {
             return;
         }

@@ -1,4 +1,4 @@
-//! How a dead communicator ends: lent memory comes back, then everything fails.
+//! How a dead communicator ends: lent memory is taken back (there is no time limit for ranks of this process), and then all its operations fail.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -19,21 +19,21 @@ use crate::link::exit::Lease;
 use crate::link::waits::{Wait, kept};
 use crate::trace::{Recorder, State};
 
-/// How long a dead communicator waits for its slots.
+/// How long a dead communicator, once its operations have ended, waits for staging slots that peers still hold.
 pub(super) const HANG_UP: Duration = Duration::from_secs(1);
 
-/// How long a dead communicator waits for peers in other processes, devices and copies that may touch its users' memory.
+/// How long a dead communicator waits at most for peers in other processes, devices and copies that may touch its users' memory.
 const READ_ON: Duration = Duration::from_millis(500);
-/// And for a library that runs whole operations (such as NCCL) to end what it does.
+/// How long it waits at most for a library that runs whole operations (such as NCCL) to end what it does.
 const ABORT: Duration = Duration::from_secs(2);
 
 /// What becomes of the buffers of an operation that has failed.
 enum Fate {
-    /// They come back: nobody else touches them.
+    /// They go back to the user: nobody else touches them.
     Back,
     /// Peers in other processes, or links, may touch them until these leases are over.
     Until(Vec<Arc<Lease>>),
-    /// The same of memory on a device.
+    /// They are on a device. Devices, and perhaps peers or links, may touch them until these leases are over.
     UntilOnDevice(Vec<Arc<Lease>>),
     /// Nobody can say for how long they may be touched.
     Never,
@@ -43,7 +43,7 @@ enum Fate {
 type OnDevices = Option<Arc<Lease>>;
 
 impl Fate {
-    /// By the leases of the peers that were lent some of the buffers, and of the links that write to them.
+    /// By the leases of the peers that were lent some of the buffers, and of the links that may write to them. `None`: nobody can tell how long.
     fn of(lent: Option<Vec<Arc<Lease>>>, written: Option<Vec<Arc<Lease>>>) -> Fate {
         match lent.zip(written).map(|(lent, written)| [lent, written].concat()) {
             Some(leases) if leases.is_empty() => Fate::Back,
@@ -56,7 +56,7 @@ impl Fate {
         if never { Fate::Never } else { self }
     }
 
-    /// This fate, changed for devices: `touched` says whether they may still touch the buffers, `until` for how long.
+    /// This fate, with what devices may do added: `touched` says whether they may still touch the buffers, `until` for how long.
     fn or_touched(self, touched: bool, until: &OnDevices) -> Fate {
         match (self, until) {
             (fate, _) if !touched => fate,
@@ -71,25 +71,25 @@ impl Fate {
     }
 }
 
-/// Whether copies of a collective's memory may be on their way that nobody waits for.
+/// Whether copies to or from a collective's memory may be on their way that nothing else waits for.
 fn is_settling(carrier: Option<&Arc<dyn Carrier>>) -> bool {
     carrier.is_some_and(|carrier| carrier.is_settling())
 }
 
-/// Gives a collective up, which has failed for this cause. Whether a device may still touch its memory all the same.
+/// Gives up a collective that has failed for this cause. Returns whether a device may still touch its memory all the same.
 fn cannot_give_up(carrier: Option<&Arc<dyn Carrier>>, cause: &Error) -> bool {
     let on_stream = carrier.and_then(|carrier| carrier.on_stream());
     on_stream.is_some_and(|op| op.cannot_give_up(cause))
 }
 
 impl Run {
-    /// Whether nothing is queued, and nothing that has begun is still at work on the host.
+    /// Whether nothing is queued, and no collective or message moves data or is on a device's stream.
     fn nothing_moves(&self, submitted: &Submitted) -> bool {
         let table = submitted.lock();
         !table.has_queued() && self.active.is_empty() && self.endings.is_empty() && self.messages.is_idle()
     }
 
-    /// Fails everything once no peer can touch our buffers, or the time to wait is over: then buffers that may still be touched are set apart.
+    /// Fails all operations once nobody else can touch their buffers, or the time to wait is over: then buffers that may still be touched are set apart.
     pub(super) fn tear_down(&mut self, of: &Arc<Endpoint>) -> Progress {
         if kept(Wait::Revoked) {
             of.commands.cut();
@@ -103,7 +103,7 @@ impl Run {
                 return self.end_slots(of.config.now() - at);
             }
             if self.nothing_moves(&of.submitted) {
-                // What is left is on its way back to a device; its end wakes whoever waits.
+                // The results of the operations that are left are being copied back to a device; the end of a copy wakes whoever waits.
                 let now = of.config.now();
                 self.clock.look(now);
                 self.end_overdue_copy_backs(of, now);
@@ -122,7 +122,7 @@ impl Run {
         }
         let since = match self.teardown {
             Teardown::Revoked(at) => of.config.now() - at,
-            // What is failed now was submitted in the meantime: nothing of it was lent.
+            // What is failed now was submitted after all else had failed, and nothing of it was lent: so there is no wait.
             Teardown::NotBegun | Teardown::Failed(_) => ABORT,
         };
         let elsewhere = self.active.carrier().is_some_and(|carrier| carrier.is_elsewhere());
@@ -146,7 +146,7 @@ impl Run {
         Progress::Advanced
     }
 
-    /// Tells what carries operations out that they have failed.
+    /// Tells the carriers of all collectives that have begun or are queued that these have failed.
     fn give_all_up(&self, submitted: &Submitted, cause: &Error) {
         let begun = self.endings.carriers().chain(self.active.carrier());
         begun.filter_map(|carrier| carrier.on_stream()).for_each(|op| op.give_up(cause));
@@ -155,8 +155,8 @@ impl Run {
         queued.filter_map(|carrier| carrier.on_stream()).for_each(|op| op.give_up(cause));
     }
 
-    /// All operations have ended: slots that peers may still touch come back when those have hung up, or when their process
-    /// has exited.
+    /// All operations have ended: slots that peers may still touch come back when those have released them or hung up, or when
+    /// their process has exited. After [`HANG_UP`] nobody waits: the quarantine gets those that have a lease.
     fn end_slots(&mut self, since_failed: Duration) -> Progress {
         if self.reclaim() {
             return Progress::Idle;
@@ -187,7 +187,7 @@ impl Run {
         keep_remains();
         let mut failed = self.take_begun(of, (on_devices, &until), &cause);
         of.submitted.take_queued(&mut failed, &until, &of.recorder, &cause);
-        // Now the remains of operations that were given up only above, as they were called after the communicator had failed.
+        // Now the remains of operations that were given up only just now, as they were called after the communicator had failed.
         keep_remains();
         for (key, fate) in failed {
             of.submitted.set_apart(key, fate, &of.copy_backs);
@@ -199,7 +199,7 @@ impl Run {
         }
     }
 
-    /// Takes out the operations that have begun. Each answers for its own buffers: what it has lent, to whom.
+    /// Takes out the operations that have begun. What becomes of each one's buffers depends on what it has lent itself, and to whom.
     fn take_begun(
         &mut self,
         of: &Endpoint,
@@ -248,7 +248,7 @@ impl Run {
         failed
     }
 
-    /// Ends what ran the collective. Links that still write may do so to memory of the run's own.
+    /// Ends what ran the collective. Links that still write may write to memory of the run's own: that is then kept until their leases are over.
     fn clear(&mut self, of: &Endpoint, written: Option<Vec<Arc<Lease>>>) {
         if written.as_ref().is_some_and(Vec::is_empty) {
             self.take_active();
@@ -267,7 +267,7 @@ impl Run {
 }
 
 impl Submitted {
-    /// Takes out the operations that have not begun: nothing of theirs was lent.
+    /// Takes out the operations that have not begun. Nothing of theirs was lent to peers.
     fn take_queued(
         &self,
         failed: &mut Vec<(Key, Fate)>,
@@ -275,7 +275,7 @@ impl Submitted {
         recorder: &Recorder,
         cause: &Error,
     ) {
-        // Dropped once the table is unlocked: a user's reduction function may go with an operation, and what it has captured is the user's code.
+        // Dropped once the table is unlocked: an operation may own a user's reduction function, whose drop runs the user's code.
         let mut queued = Vec::new();
         let mut table = self.lock();
         while let Some((key, carried, _)) = table.collectives.pop_front() {
@@ -292,14 +292,14 @@ impl Submitted {
         drop(queued);
     }
 
-    /// Puts the buffers of an operation that has failed where nobody uses them, if somebody else may touch them yet.
+    /// If somebody else may still touch the buffers of an operation that has failed, puts them into quarantine, or leaks them.
     fn set_apart(&self, key: Key, fate: Fate, copy_backs: &CopyBacks) {
         if matches!(fate, Fate::Back) {
             return;
         }
         let mut table = self.lock();
         if let Some(on_stream) = table.joinable.get(&key.number()).and_then(|carrier| carrier.on_stream()) {
-            // Whoever has joined it has its buffers.
+            // If a stream has joined the operation, whoever joined it may have the buffers, and learns from this that they must be kept.
             on_stream.lose(match &fate {
                 Fate::UntilOnDevice(leases) => Some(leases.clone()),
                 _ => None,
