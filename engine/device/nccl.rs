@@ -123,12 +123,14 @@ impl Library for NcclLibrary {
         let is_aborted = AtomicBool::new(false);
         let quiet = Arc::new(AtomicBool::new(false));
         let (library, name, _open) = (*self, self.name(), Busy::while_open());
+        let streams = Arc::default();
         let cuda_failed = OnceLock::new();
         Ok(Arc::new(NcclEnd {
             library,
             name,
             place,
             stream,
+            streams,
             comm,
             is_aborted,
             kept,
@@ -147,8 +149,10 @@ struct NcclEnd {
     library: NcclLibrary,
     name: String,
     place: (Rank, usize),
-    /// The rank's stream. It is kept because NCCL may still use it.
+    /// The stream of the rank that opened it. It is kept because NCCL may still use it.
     stream: DeviceStream,
+    /// The streams of calls that may not be on their streams yet: threads of NCCL's put work there after the call has returned.
+    streams: Arc<Mutex<Vec<DeviceStream>>>,
     /// The communicator, until it is aborted or dropped. Whoever passes it to NCCL holds this lock during the call, which may block as
     /// long as the driver does.
     comm: Arc<Mutex<Option<NcclComm>>>,
@@ -181,6 +185,11 @@ impl NcclEnd {
         stream: &DeviceStream,
         calls: impl FnOnce((NcclComm, CuStream)) -> Result<(), NcclError>,
     ) -> Result<(), Error> {
+        let mut streams = self.streams.lock();
+        if !streams.contains(stream) {
+            streams.push(stream.clone());
+        }
+        drop(streams);
         stream.with_raw("give an operation to NCCL", |raw| {
             self.with(|comm| self.library.0.group(|| calls((comm, raw))))
         })?
@@ -424,6 +433,8 @@ impl Whole for NcclEnd {
         }
         // All work that reads the copies is on the stream by now, so their memory goes back to the pool behind that work.
         self.kept.lock().clear();
+        let on_stream = std::mem::take(&mut *self.streams.lock());
+        drop(on_stream);
         Ok(Standing::OnStream)
     }
 
@@ -431,20 +442,23 @@ impl Whole for NcclEnd {
         if self.is_aborted.swap(true, Ordering::AcqRel) {
             return;
         }
-        let (library, quiet, busy, comm) = (self.library, self.quiet.clone(), Busy::new(), self.comm.clone());
+        let (library, quiet, comm) = (self.library, self.quiet.clone(), self.comm.clone());
+        let (busy, streams) = (Busy::new(), (self.stream.clone(), self.streams.clone()));
         // The abort waits for threads that are in a call of NCCL, and for NCCL's work on the device. So a thread of its own makes it.
         let abort = move || {
-            let _busy = busy;
+            // The streams are dropped first.
+            let (_busy, streams) = (busy, streams);
             let Some(comm) = comm.lock().take() else { return };
             // SAFETY: taken out above: nobody has it any more.
             if let Err(error) = unsafe { library.0.abort(comm) } {
                 tracing::warn!("a communicator of NCCL is not aborted: {error}");
-                return;
+                return std::mem::forget(streams);
             }
             quiet.store(true, Ordering::Release);
         };
         if let Err(error) = std::thread::Builder::new().name("allstream-abort".into()).spawn(abort) {
             tracing::warn!("a communicator of NCCL is not aborted, for want of a thread: {error}");
+            std::mem::forget((self.stream.clone(), self.streams.clone()));
         }
     }
 
@@ -469,7 +483,8 @@ impl Drop for NcclEnd {
             }
             return;
         };
-        let (library, stream, busy) = (self.library, self.stream.clone(), Busy::new());
+        let (library, busy) = (self.library, Busy::new());
+        let streams = (self.stream.clone(), self.streams.clone());
         let end = move || {
             // SAFETY: taken out above: nobody else has it.
             let ended = unsafe { end_in_peace(library.0, comm) };
@@ -478,9 +493,12 @@ impl Drop for NcclEnd {
                 // SAFETY: as above, and it was not destroyed.
                 if let Err(error) = unsafe { library.0.abort(comm) } {
                     tracing::warn!("a communicator of NCCL is not aborted: {error}");
+                    // It may still use these.
+                    std::mem::forget((kept, streams));
+                    return;
                 }
             }
-            drop((kept, stream));
+            drop((kept, streams));
             drop(busy);
         };
         if let Err(error) = std::thread::Builder::new().name("allstream-finalize".into()).spawn(end) {
