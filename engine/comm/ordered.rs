@@ -4,7 +4,6 @@ use std::fmt;
 use std::future::Future;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::Pin;
-use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock};
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
@@ -364,14 +363,14 @@ pub(crate) fn push<O: Send + 'static, F: Send + 'static>(
     if let Err(error) = forked::check() {
         return ready(Err(Failed { buf: None, error }));
     }
-    let (promise, failed) = (Promise::pending(), stream.failure_flag());
+    let (promise, failure) = (Promise::pending(), stream.failure());
     let ours = promise.clone();
     stream.push(Box::new(move || {
         let panicked =
             |_| Failed { buf: None, error: Error::invalid("join", "what a job dropped has panicked") };
         let result = catch_unwind(AssertUnwindSafe(job)).unwrap_or_else(|payload| Err(panicked(payload)));
-        if result.is_err() {
-            failed.store(1, Ordering::Release);
+        if let Err(failed) = &result {
+            failure.fail(Some(failed.error.clone()));
         }
         ours.keep(result);
     }));
@@ -444,7 +443,7 @@ impl<O: Send + 'static, F: Send + 'static> Ordered<O, F> {
     }
 
     /// Runs `job` on the value, on the stream, after what the stream holds. If the operation has failed by then, its error is passed on
-    /// and the job does not run.
+    /// and the job does not run. Nor does it run on a [`HostStream`] that has failed: the result is then the cause of that, and the value is dropped.
     ///
     /// On a [`DeviceStream`] the job runs at once, on this thread, and puts its work on the stream: work on the stream may
     /// use the value's memory, the host may not yet. An operation that no device runs (on host memory, or staged) is waited
@@ -461,7 +460,12 @@ impl<O: Send + 'static, F: Send + 'static> Ordered<O, F> {
                 if let State::Host(promise) = &self.0 {
                     stream.wait_event(promise.event());
                 }
-                push(stream, move || run(self.wait(), job))
+                let failure = stream.failure();
+                push(stream, move || {
+                    let value = self.wait()?;
+                    failure.check("launch").map_err(|error| Failed { buf: None, error })?;
+                    run(Ok(value), job)
+                })
             }
         }
     }

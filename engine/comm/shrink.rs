@@ -58,8 +58,9 @@ impl Comm {
     ///
     /// # Errors
     /// [`Error::NoVerdict`] at the communicator's deadline: it names the ranks that live and have not called `shrink`, for which the others
-    /// wait until then. [`Error::PeerLost`] with this rank's own number where the others have declared it lost. [`Error::System`] when this
-    /// rank has no memory for another communicator: the others hear that it does not come.
+    /// wait until then. Buffers of operations in flight come back all the same, by their `Work`s. If the others have the new communicator by then,
+    /// their next call there fails and names this rank. [`Error::PeerLost`] with this rank's own number where the others have declared it
+    /// lost. [`Error::System`] when this rank has no memory for another communicator: the others hear that it does not come.
     pub async fn shrink(self) -> Result<(Comm, Verdict), Error> {
         let timeout = self.0.endpoint.config.timeout;
         self.shrink_within(timeout).await
@@ -75,7 +76,7 @@ impl Comm {
         let by = self.rank();
         endpoint.fail(Error::aborted(by, "it called shrink, to go on without the lost ranks"));
         // If this ends early, the drop of `meeting` tells the others that this rank does not come, so that they do not wait for it.
-        let meeting = Meeting::new(&world, &endpoint);
+        let mut meeting = Meeting::new(&world, &endpoint);
         let id = meeting.id;
         let end = world.runtime.now() + timeout;
         let verdict = world.agree(&endpoint, Some(id), true, timeout);
@@ -87,6 +88,7 @@ impl Comm {
         let said = meeting.come(proposal.row(), &verdict.survivors, &endpoint, (end, timeout)).await?;
         let rows: Vec<_> = said.iter().map(|row| row.unwrap_or_default()).collect();
         let (made, rings) = proposal.accept(next_name(&endpoint.config.name), &rows)?;
+        meeting.has_made();
         made.deterministic.store(endpoint.deterministic.load(Ordering::Relaxed), Ordering::Relaxed);
         if let Some(rank) = said.iter().position(Option::is_none) {
             made.fail(Error::lost(rank, Lost::Left));

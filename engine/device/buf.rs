@@ -176,6 +176,9 @@ impl<T: Element> DeviceBuf<T> {
     }
 
     /// Memory from the pool, with whatever is in it. The caller fills it before anyone sees it.
+    ///
+    /// # Errors
+    /// As [`zeroed`](Self::zeroed).
     pub(crate) fn raw(stream: &DeviceStream, len: usize) -> Result<DeviceBuf<T>, Error> {
         let context = &stream.0.context;
         let Some(bytes) = len.checked_mul(size_of::<T>()).filter(|bytes| *bytes <= isize::MAX as usize)
@@ -185,6 +188,12 @@ impl<T: Element> DeviceBuf<T> {
         if bytes == 0 {
             return Ok(DeviceBuf::of(Source::Empty, 0, len, stream));
         }
+        // Also as the pool may make the stream wait for others, which would take these into the capture.
+        stream.refuse_capture(
+            "DeviceBuf",
+            "the stream is being captured into a graph, which uses the memory only when it is launched: get device memory before or after the \
+             capture, or on another stream",
+        )?;
         let piece = context.enter().and_then(|entered| context.piece(&entered, &stream.0, bytes as u64));
         let piece = piece.map_err(|error| context.tell(&format!("get {bytes} bytes of memory"), error))?;
         let address = piece.at;
@@ -197,11 +206,6 @@ impl<T: Element> DeviceBuf<T> {
     /// [`Error::Cuda`]: the device does not have that much memory, or the driver refuses to fill it. [`Error::Invalid`]: the stream is being captured
     /// into a graph, or `len` elements are more bytes than a buffer can have.
     pub fn zeroed(stream: &DeviceStream, len: usize) -> Result<DeviceBuf<T>, Error> {
-        stream.refuse_capture(
-            "DeviceBuf::zeroed",
-            "the stream is being captured into a graph, which fills the memory only when it is launched: make the buffer before or after the \
-             capture, or on another stream",
-        )?;
         let buf = DeviceBuf::raw(stream, len)?;
         // SAFETY: `buf` alone owns these bytes, which it got from the pool for use in this stream's order and returns in the same order.
         unsafe { stream.zero(buf.address(), buf.bytes()) }?;

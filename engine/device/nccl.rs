@@ -123,12 +123,14 @@ impl Library for NcclLibrary {
         let is_aborted = AtomicBool::new(false);
         let quiet = Arc::new(AtomicBool::new(false));
         let (library, name, _open) = (*self, self.name(), Busy::while_open());
+        let streams = Arc::default();
         let cuda_failed = OnceLock::new();
         Ok(Arc::new(NcclEnd {
             library,
             name,
             place,
             stream,
+            streams,
             comm,
             is_aborted,
             kept,
@@ -149,6 +151,8 @@ struct NcclEnd {
     place: (Rank, usize),
     /// The rank's stream, kept until the communicator has ended: NCCL keeps its `CUstream`.
     stream: DeviceStream,
+    /// The streams of calls that may not be on their streams yet: threads of NCCL's put work there after the call has returned.
+    streams: Arc<Mutex<Vec<DeviceStream>>>,
     /// The communicator. A thread that uses it holds this lock during its call of NCCL, which may block as long as the driver does. A thread
     /// that ends it first takes it out.
     comm: Arc<Mutex<Option<NcclComm>>>,
@@ -181,6 +185,11 @@ impl NcclEnd {
         stream: &DeviceStream,
         calls: impl FnOnce((NcclComm, CuStream)) -> Result<(), NcclError>,
     ) -> Result<(), Error> {
+        let mut streams = self.streams.lock();
+        if !streams.contains(stream) {
+            streams.push(stream.clone());
+        }
+        drop(streams);
         stream.with_raw("give an operation to NCCL", |raw| {
             self.with(|comm| self.library.0.group(|| calls((comm, raw))))
         })?
@@ -424,6 +433,8 @@ impl Whole for NcclEnd {
         }
         // All work that reads the copies is on the stream by now, so their memory goes back to the pool behind that work.
         self.kept.lock().clear();
+        let on_stream = std::mem::take(&mut *self.streams.lock());
+        drop(on_stream);
         Ok(Standing::OnStream)
     }
 
@@ -431,20 +442,23 @@ impl Whole for NcclEnd {
         if self.is_aborted.swap(true, Ordering::AcqRel) {
             return;
         }
-        let (library, quiet, busy, comm) = (self.library, self.quiet.clone(), Busy::new(), self.comm.clone());
+        let (library, quiet, comm) = (self.library, self.quiet.clone(), self.comm.clone());
+        let (busy, streams) = (Busy::new(), (self.stream.clone(), self.streams.clone()));
         // The abort waits for the thread that is in a call of NCCL, and for NCCL's work on the device. So a new thread calls it.
         let abort = move || {
-            let _busy = busy;
+            // The streams are dropped first.
+            let (_busy, streams) = (busy, streams);
             let Some(comm) = comm.lock().take() else { return };
             // SAFETY: taken out above, so nobody else has the communicator.
             if let Err(error) = unsafe { library.0.abort(comm) } {
                 tracing::warn!("an NCCL communicator could not be aborted: {error}");
-                return;
+                return std::mem::forget(streams);
             }
             quiet.store(true, Ordering::Release);
         };
         if let Err(error) = std::thread::Builder::new().name("allstream-abort".into()).spawn(abort) {
             tracing::warn!("an NCCL communicator is not aborted, as no thread could be started: {error}");
+            std::mem::forget((self.stream.clone(), self.streams.clone()));
         }
     }
 
@@ -469,7 +483,8 @@ impl Drop for NcclEnd {
             }
             return;
         };
-        let (library, stream, busy) = (self.library, self.stream.clone(), Busy::new());
+        let (library, busy) = (self.library, Busy::new());
+        let streams = (self.stream.clone(), self.streams.clone());
         let end = move || {
             // SAFETY: taken out above, so nobody else has the communicator.
             let ended = unsafe { end_in_peace(library.0, comm) };
@@ -478,9 +493,12 @@ impl Drop for NcclEnd {
                 // SAFETY: as above; after an error of `end_in_peace` the communicator still exists.
                 if let Err(error) = unsafe { library.0.abort(comm) } {
                     tracing::warn!("an NCCL communicator could not be aborted: {error}");
+                    // It may still use these.
+                    std::mem::forget((kept, streams));
+                    return;
                 }
             }
-            drop((kept, stream));
+            drop((kept, streams));
             drop(busy);
         };
         if let Err(error) = std::thread::Builder::new().name("allstream-finalize".into()).spawn(end) {

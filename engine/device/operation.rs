@@ -34,6 +34,7 @@ use crate::link::waits::{Wait, kept};
 use crate::mem::{Fate, Verdict, Witness};
 use crate::types::Rank;
 pub(crate) use binding::{Binding, DeviceLinks, limits};
+use folds::{ALL, is_named};
 pub(crate) use folds::{Folds, Needs};
 pub(crate) use inputs::Blocked;
 
@@ -230,7 +231,7 @@ impl DeviceOp {
 
     /// The devices of the other ranks of this process, as far as they are in `bits`: bit `r` stands for rank `r`.
     fn others(&self, bits: u64) -> impl Iterator<Item = &Arc<PeerDevice>> {
-        let all = self.binding.all.iter().enumerate().filter(move |(rank, _)| bits >> rank & 1 == 1);
+        let all = self.binding.all.iter().enumerate().filter(move |(rank, _)| is_named(bits, *rank));
         all.filter_map(|(_, device)| device.as_ref())
             .filter(|device| !Arc::ptr_eq(device, &self.binding.ours))
     }
@@ -316,7 +317,7 @@ impl DeviceOp {
             let mut words = self.wait_for_input();
             let refreshes = ours.refreshes(number);
             words.extend(ours.begun(number).filter(|_| refreshes));
-            let whose = self.others(if refreshes { u64::MAX } else { self.folds.lent_by }).chain([ours]);
+            let whose = self.others(if refreshes { ALL } else { self.folds.lent_by }).chain([ours]);
             words.extend(whose.filter_map(|whose| ours.over_for(whose, number)));
             words.extend(self.binding.over_for_all(number).into_iter().flatten().filter(|_| refreshes));
             self.stream().put_words("end a collective", &mut words)?;

@@ -235,18 +235,19 @@ impl Probe {
         }
         // This rank's collectives need no copies. So if no stream for copies is found that these streams do not hold up, they may wait all
         // the same, unless another rank may need copies before it calls.
-        if !self.clear(&mut ways, context, &Course::Copies, all)
-            && let Some(way) = context.copies_way()
-        {
-            if needs_copies {
-                return false;
-            }
-            all.iter().for_each(|waiting| waiting.0.standing.lock().beside = Some(way.id));
+        let beside = match self.clear(&mut ways, context, &Course::Copies, all) {
+            true => None,
+            false => context.copies_way().map(|way| way.id),
+        };
+        if needs_copies && beside.is_some() {
+            return false;
         }
         for waiting in all {
             enter(&mut ways.waiting, waiting);
             let mut standing = waiting.0.standing.lock();
             standing.soon += 1;
+            // Also where it is `None`: what was found when the stream waited before is over with that wait.
+            standing.beside = beside;
             ways.forget(context, &mut standing);
         }
         true

@@ -2,7 +2,7 @@
 //! waited for before the work that is to write it is on any stream.
 
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicPtr, AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
@@ -52,7 +52,7 @@ impl Word {
 /// writes [`Word::Begun`], the caller's stream [`Word::Input`], the stream of rank r [`Word::Over(r)`](Word::Over), and rank 0's
 /// [`Word::OverForAll`]. Any stream may wait for the words. The host reads and writes them without the driver.
 pub(crate) struct DeviceSignal {
-    memory: Arc<PinnedBuf<u32>>,
+    memory: Arc<Words>,
     address: CuDevicePtr,
     /// The rank's own stream.
     writer: DeviceStream,
@@ -66,16 +66,26 @@ pub(crate) struct DeviceSignal {
     uses: Mutex<Uses>,
 }
 
+/// The memory of the words. Hosts and devices use each word only as an atomic one: so no slice of the words may exist once one is in use.
+struct Words {
+    at: AtomicPtr<u32>,
+    _memory: PinnedBuf<u32>,
+}
+
 /// The streams that use the words, apart from the ranks' own streams and from those that only write [`Word::Input`].
 struct Uses {
     /// By the number of a stream ([`Line::id`]): the point behind its last use of the words.
     points: HashMap<u64, Option<DeviceEvent>>,
     /// When so many streams are noted, those that are done with the words are forgotten: streams come and go.
     limit: usize,
+    /// The point behind some use could not be marked, so nobody can tell when that stream is done with the words: their memory stays for good.
+    is_lost: bool,
 }
 
 /// The first [`Uses::limit`].
 const STREAMS: usize = 16;
+/// The driver takes lists of fewer than 256 words (`cuStreamBatchMemOp`).
+const LIST: usize = 255;
 /// The time between two looks of [`keep_until_shown`].
 const LOOK: Duration = Duration::from_millis(10);
 /// After so many looks in vain, [`keep_until_shown`] gives up.
@@ -104,14 +114,14 @@ impl DeviceSignal {
             unsafe { cuda.mem_host_get_device_pointer(at.cast(), 0) }
         })?;
         Ok(DeviceSignal {
-            memory: Arc::new(memory),
+            memory: Arc::new(Words { at: AtomicPtr::new(at), _memory: memory }),
             address,
             writer: writer.clone(),
             others: OnceLock::new(),
             furthest: (ENDS..Word::Over(ranks).at()).map(|_| AtomicU32::new(0)).collect(),
             input: AtomicU32::new(0),
             last_input: Mutex::default(),
-            uses: Mutex::new(Uses { points: HashMap::new(), limit: STREAMS }),
+            uses: Mutex::new(Uses { points: HashMap::new(), limit: STREAMS, is_lost: false }),
         })
     }
 
@@ -124,10 +134,10 @@ impl DeviceSignal {
 /// After a failure: how long a stream may take to come to its write of an end word, before the host writes the word.
 const RELEASE: Duration = Duration::from_millis(500);
 
-fn word(memory: &PinnedBuf<u32>, which: Word) -> &AtomicU32 {
-    let at = memory.as_ptr().wrapping_add(which.at()).cast_mut();
+fn word(memory: &Words, which: Word) -> &AtomicU32 {
+    let at = memory.at.load(Ordering::Relaxed).wrapping_add(which.at());
     // SAFETY: `new` has made room for the words of all ranks, and callers name only ranks of the communicator: so this is an aligned word in pinned
-    // memory, which `memory` keeps for as long as the result lives. After `new`, hosts and devices use each word only as an atomic one.
+    // memory, which `memory` keeps for as long as the result lives. Everybody uses it as an atomic word only ([`Words`]).
     unsafe { AtomicU32::from_ptr(at) }
 }
 
@@ -179,26 +189,27 @@ impl DeviceSignal {
         value: u32,
     ) -> Result<(), Error> {
         let mut all: Vec<_> = words.map(|which| self.wait(which, value)).collect();
-        stream.put_words("make a stream wait for a signal", &mut all)?;
-        self.used_by(stream)
+        self.used_by(stream, stream.put_words("make a stream wait for a signal", &mut all))
     }
 
-    /// Notes that the words must exist until this stream is past all that it holds now.
-    fn used_by(&self, stream: &DeviceStream) -> Result<(), Error> {
+    /// Notes that the words must exist until this stream is past all that it holds now. `put` is the result of putting work with these words on the
+    /// stream; after an error some of it may be there.
+    fn used_by(&self, stream: &DeviceStream, put: Result<(), Error>) -> Result<(), Error> {
         let mut uses = self.uses.lock();
-        let Uses { points, limit } = &mut *uses;
+        let Uses { points, limit, is_lost } = &mut *uses;
         if points.len() >= *limit && !points.contains_key(&stream.0.id) {
             let is_over = |event: &DeviceEvent| event.is_complete().unwrap_or(false);
             points.retain(|_, event| event.as_ref().is_some_and(|event| !is_over(event)));
             *limit = STREAMS.max(2 * points.len());
         }
-        stream.record_in(points.entry(stream.0.id).or_default())
+        let marked = stream.record_in(points.entry(stream.0.id).or_default());
+        *is_lost |= marked.is_err();
+        put.and(marked)
     }
 
     /// Makes a stream write a word behind what it holds now, and notes that the stream uses the words.
     pub(crate) fn put_on(&self, stream: &DeviceStream, which: Word, value: u32) -> Result<(), Error> {
-        stream.put_words(SIGNAL, &mut [self.write(which, value)])?;
-        self.used_by(stream)
+        self.used_by(stream, stream.put_words(SIGNAL, &mut [self.write(which, value)]))
     }
 
     /// Makes a stream write the next number of [`Word::Input`] behind what it holds now, and returns that number. This use is not noted, as the words
@@ -266,7 +277,7 @@ impl DeviceSignal {
 
 /// Makes the host write the word every [`RELEASE`] until the stream has come to the event, as a write that is still on the stream may put a smaller
 /// number there. The memory is kept until then, or for good if nobody can tell.
-fn insist(behind: DeviceEvent, memory: Arc<PinnedBuf<u32>>, which: Word, value: u32) {
+fn insist(behind: DeviceEvent, memory: Arc<Words>, which: Word, value: u32) {
     let later = behind.clone();
     let then = move |_: Outcome| {
         raise(word(&memory, which), value);
@@ -280,7 +291,7 @@ fn insist(behind: DeviceEvent, memory: Arc<PinnedBuf<u32>>, which: Word, value: 
 }
 
 /// Drops the words' memory once all work before the event is over; if nobody can tell whether it is, never.
-fn keep_until(event: DeviceEvent, memory: Arc<PinnedBuf<u32>>) {
+fn keep_until(event: DeviceEvent, memory: Arc<Words>) {
     let then = move |outcome: Outcome| match outcome {
         Outcome::Unknown(_) => std::mem::forget(memory),
         _ => drop_later(memory),
@@ -289,7 +300,7 @@ fn keep_until(event: DeviceEvent, memory: Arc<PinnedBuf<u32>>) {
 }
 
 /// Drops the words' memory once the word shows this value. If it does not after this many more looks, the memory stays for good.
-fn keep_until_shown(memory: Arc<PinnedBuf<u32>>, which: Word, value: u32, looks: u32) {
+fn keep_until_shown(memory: Arc<Words>, which: Word, value: u32, looks: u32) {
     later(LOOK, move || match is_further(value, word(&memory, which).load(Ordering::Acquire)) {
         true if looks == 0 => std::mem::forget(memory),
         true => keep_until_shown(memory, which, value, looks - 1),
@@ -300,6 +311,9 @@ fn keep_until_shown(memory: Arc<PinnedBuf<u32>>, which: Word, value: u32, looks:
 impl Drop for DeviceSignal {
     /// Streams may still use the words, so the memory is kept until they are past that. The chores thread asks the driver, which may block.
     fn drop(&mut self) {
+        if self.uses.get_mut().is_lost {
+            std::mem::forget(self.memory.clone());
+        }
         let mut input = None;
         if !self.shows_all_inputs() {
             input = self.last_input.get_mut().upgrade().map(DeviceStream);
@@ -334,7 +348,8 @@ impl Drop for DeviceSignal {
 }
 
 impl DeviceStream {
-    /// Puts these waits for words and writes of words on the stream, in the order of the list: with one call of the driver, if it takes lists.
+    /// Puts these waits for words and writes of words on the stream, in the order of the list: with few calls of the driver, if it takes lists.
+    /// After an error the first of them may be on the stream.
     pub(crate) fn put_words(&self, doing: &str, all: &mut [CuStreamMemOp]) -> Result<(), Error> {
         if all.is_empty() {
             return Ok(());
@@ -345,10 +360,12 @@ impl DeviceStream {
         self.0.context.call_plainly(doing, |cuda| {
             let stream = self.0.raw();
             if all.len() > 1 && cuda.has_stream_batch_mem_op() {
-                let count = all.len() as u32;
-                // SAFETY: `self` keeps the stream; the driver reads `count` elements within the call; each names a word of 32 bits. The words exist
-                // until all streams are past them: see the drop of `DeviceSignal`, and `retire` for `SharedWords`.
-                return unsafe { cuda.stream_batch_mem_op(*stream, count, all.as_mut_ptr(), 0) };
+                return all.chunks_mut(LIST).try_for_each(|list| {
+                    let count = list.len() as u32;
+                    // SAFETY: `self` keeps the stream; the driver reads `count` elements within the call; each names a word of 32 bits. The words
+                    // exist until all streams are past them: see the drop of `DeviceSignal`, and `retire` for `SharedWords`.
+                    unsafe { cuda.stream_batch_mem_op(*stream, count, list.as_mut_ptr(), 0) }
+                });
             }
             all.iter().try_for_each(|op| {
                 let (at, value) = (op.address(), op.value());

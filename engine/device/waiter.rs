@@ -347,7 +347,10 @@ impl DeviceEvent {
     pub fn on_host(&self) -> Event {
         let event = Event::pending();
         let fire = event.clone();
-        let then = move |outcome: Outcome| fire.fire(matches!(outcome, Outcome::Reached));
+        let then = move |outcome: Outcome| match outcome {
+            Outcome::Reached => fire.fire(true),
+            Outcome::Over(error) | Outcome::Unknown(error) => fire.fail(error),
+        };
         watch(self.clone(), Box::new(then));
         event
     }

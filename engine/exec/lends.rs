@@ -7,7 +7,7 @@
 //! | backend | how its memory is lent |
 //! |---|---|
 //! | [`Host`](super::host::Host) | `HostLoans`: where it lies, or through staging slots |
-//! | `Cuda` (`device/carriers/backend.rs`) | `CudaLoans`: where it lies, to devices of the same process |
+//! | `Cuda` (`device/carriers/backend.rs`) | `CudaLoans`: where it lies, to devices of this host; to those of other processes in large parts only |
 //! | [`Timed`](super::timed::Timed) | the same value: as the simulated network says |
 
 use super::backend::Context;

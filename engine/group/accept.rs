@@ -103,8 +103,19 @@ impl<F: Fn(&str, &Purpose) + Send> Porter<F> {
     async fn turn_away<L: Listen>(&self, listener: &L, spare: &mut Option<File>, error: &io::Error) {
         drop(spare.take());
         let why = format!("rank {} cannot take one more connection: {}", self.rank, limits::explained(error));
-        let told = async {
-            let (mut stream, peer) = listener.next().await?;
+        let accepted = match timeout(APOLOGY, listener.next()).await {
+            Ok(Ok(accepted)) => Some(accepted),
+            Ok(Err(error)) => {
+                tracing::debug!("no connection could be accepted to be turned away: {error}");
+                None
+            }
+            Err(_) => {
+                tracing::debug!("nobody else came while no descriptor was left");
+                None
+            }
+        };
+        if let Some((mut stream, peer)) = accepted {
+            // Counted from here, so that who comes late has as long as others to hear the reason.
             let until = Instant::now() + APOLOGY;
             let no = |purpose: Purpose| {
                 (self.turned_away)(&why, &purpose);
@@ -116,10 +127,6 @@ impl<F: Fn(&str, &Purpose) + Send> Porter<F> {
                 "turned a connection away: {}",
                 end.err().map_or(why.clone(), |e| e.to_string())
             );
-            io::Result::Ok(())
-        };
-        if timeout(APOLOGY, told).await.is_err() {
-            tracing::debug!("nobody else came while no descriptor was left");
         }
         *spare = reserve();
     }
@@ -144,6 +151,8 @@ where
         while tasks.try_join_next().is_some() {}
         match listener.next().await {
             Ok((stream, peer)) => {
+                // If no descriptor was left for the reserve when a connection was turned away, there may be one now.
+                spare = spare.or_else(reserve);
                 let progress = Arc::new(Progress::default());
                 let handling = handle(stream, Visit { peer: peer.clone(), progress: progress.clone() });
                 let task = tasks.spawn(async move {

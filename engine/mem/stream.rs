@@ -24,7 +24,7 @@ const FAILED: u8 = 2;
 
 struct Point {
     state: AtomicU8,
-    /// Why the event failed; empty if no cause was given: a job panicked, or the stream had failed already.
+    /// Why the event failed; empty if no cause was given, as when a job panicked.
     cause: OnceLock<Error>,
     waiters: Mutex<Vec<Waker>>,
     changed: Condvar,
@@ -135,6 +135,36 @@ impl Future for Event {
     }
 }
 
+/// Whether a stream has failed, and why. The first failure counts.
+#[derive(Default)]
+pub(crate) struct Failure(OnceLock<Option<Error>>);
+
+impl Failure {
+    /// The stream has failed for this cause; `None`: a job has panicked.
+    pub(crate) fn fail(&self, cause: Option<Error>) {
+        let _ = self.0.set(cause);
+    }
+
+    fn is_there(&self) -> bool {
+        self.0.get().is_some()
+    }
+
+    /// The error for a job that does not run as the stream has failed; `Ok`: it has not.
+    pub(crate) fn check(&self, call: &str) -> Result<(), Error> {
+        let panicked = || Error::invalid(call, "the job did not run: a job before it on its stream panicked");
+        self.0.get().map_or(Ok(()), |cause| Err(cause.clone().unwrap_or_else(panicked)))
+    }
+
+    /// Completes an event that marks a point in the stream.
+    fn complete(&self, event: &Event) {
+        match self.0.get() {
+            None => event.fire(true),
+            Some(None) => event.fire(false),
+            Some(Some(cause)) => event.fail(cause.clone()),
+        }
+    }
+}
+
 type Job = Box<dyn FnOnce() + Send>;
 
 /// Runs a job on the stream's thread. What a job drops is somebody else's code, and may panic: the jobs behind it run all the same.
@@ -148,7 +178,7 @@ fn run(job: Job) {
 pub struct HostStream {
     jobs: Option<Sender<Job>>,
     thread: Option<JoinHandle<()>>,
-    failed: Arc<AtomicU8>,
+    failure: Arc<Failure>,
 }
 
 impl fmt::Debug for HostStream {
@@ -166,20 +196,20 @@ impl HostStream {
             .name(name.to_owned())
             .spawn(move || queue.into_iter().for_each(run))
             .map_err(|e| Error::system(format!("start the thread of stream {name:?}"), e))?;
-        Ok(HostStream { jobs: Some(jobs), thread: Some(thread), failed: Arc::new(AtomicU8::new(0)) })
+        Ok(HostStream { jobs: Some(jobs), thread: Some(thread), failure: Arc::default() })
     }
 
     /// Whether a job has panicked or failed, or an event that the stream waited for has failed. Later jobs then do not run, and later events fail.
     pub fn is_failed(&self) -> bool {
-        self.failed.load(Ordering::Acquire) != 0
+        self.failure.is_there()
     }
 
     /// Appends a job; returns at once.
     pub fn launch(&self, job: impl FnOnce() + Send + 'static) {
-        let failed = self.failed.clone();
+        let failure = self.failure.clone();
         self.push(Box::new(move || {
-            if failed.load(Ordering::Acquire) == 0 && catch_unwind(AssertUnwindSafe(job)).is_err() {
-                failed.store(1, Ordering::Release);
+            if !failure.is_there() && catch_unwind(AssertUnwindSafe(job)).is_err() {
+                failure.fail(None);
             }
         }));
     }
@@ -191,17 +221,20 @@ impl HostStream {
             event.fail(forked::refusal());
             return event;
         }
-        let (at, failed) = (event.clone(), self.failed.clone());
-        self.push(Box::new(move || at.fire(failed.load(Ordering::Acquire) == 0)));
+        let (at, failure) = (event.clone(), self.failure.clone());
+        self.push(Box::new(move || failure.complete(&at)));
         event
     }
 
     /// Work submitted after this call starts only once `event` is complete (the stream waits, the caller does not).
     pub fn wait_event(&self, event: &Event) {
-        let (event, failed) = (event.clone(), self.failed.clone());
+        let (event, failure) = (event.clone(), self.failure.clone());
         self.push(Box::new(move || {
             if event.wait().is_err() {
-                failed.store(1, Ordering::Release);
+                let panicked = || {
+                    Error::invalid("stream", "a job panicked on another stream, for which this stream waited")
+                };
+                failure.fail(Some(event.cause().unwrap_or_else(panicked)));
             }
         }));
     }
@@ -219,8 +252,8 @@ impl HostStream {
         }
     }
 
-    pub(crate) fn failure_flag(&self) -> Arc<AtomicU8> {
-        self.failed.clone()
+    pub(crate) fn failure(&self) -> Arc<Failure> {
+        self.failure.clone()
     }
 }
 
@@ -265,6 +298,24 @@ mod tests {
         before.wait().unwrap();
         assert!(stream.record().wait().is_err());
         assert!(stream.is_failed());
+    }
+
+    #[test]
+    fn a_stream_that_waited_for_what_failed_tells_the_cause_and_no_panic() {
+        let (a, b) = (HostStream::new("a").unwrap(), HostStream::new("b").unwrap());
+        let gate = Event::pending();
+        a.wait_event(&gate);
+        b.wait_event(&a.record());
+        gate.fail(Error::system("copy", "planted"));
+        for stream in [&a, &b] {
+            let told = stream.synchronize().unwrap_err().to_string();
+            assert!(told.contains("planted") && !told.contains("panicked"), "{told}");
+        }
+        let (a, b) = (HostStream::new("a").unwrap(), HostStream::new("b").unwrap());
+        a.launch(|| panic!("planted"));
+        b.wait_event(&a.record());
+        assert!(a.synchronize().unwrap_err().to_string().contains("submitted to this stream"));
+        assert!(b.synchronize().unwrap_err().to_string().contains("another stream"));
     }
 
     #[test]

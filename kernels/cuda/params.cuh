@@ -1,5 +1,5 @@
-// What kernels take: one struct by value each. `src/cuda/params.rs` holds the same structs and tells what they mean;
-// a test compares the sizes.
+// What kernels take: one of these structs each, by value. `src/params.rs`, in this crate's folder, holds the same and tells what they mean.
+// A test compares the sizes with those of the kernels' parameters.
 #pragma once
 
 typedef unsigned char u8;
@@ -29,7 +29,7 @@ struct Span {
 template <u32 INS>
 struct Combine {
     Span span;
-    // 2 to `INS`. Two for `INS` 2.
+    // How many inputs there are: 2 if `INS` is 2, else 2 to `INS`, or 1 for an average that is divided.
     u32 n_ins;
     // What a sum is divided by at the end, if above 1. Other operators ignore it. Of f16 the lower 24 bits are the number of ranks, and the
     // upper 8 the exponent, as in an f32, of the power of two that operands were multiplied by: the sum is divided by the product of both.

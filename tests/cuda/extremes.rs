@@ -1,8 +1,8 @@
-//! Counts of device memory at their extremes: an error, never a panic.
+//! Counts of device memory, and of ranks, at their extremes: an error, never a panic.
 
-use allstream::cuda::{Device, DeviceBuf, PinnedBuf};
+use allstream::cuda::{Device, DeviceBuf, DevicePath, DeviceStream, PinnedBuf};
 
-use crate::support::{child, device, nothing_left};
+use crate::support::{child, device, down, nothing_left, ranks, soon, up};
 
 #[test]
 fn device_memory_of_impossible_lengths_is_an_error() {
@@ -25,5 +25,22 @@ fn device_memory_of_impossible_lengths_is_an_error() {
         }
         drop((stream, device));
         nothing_left("all was dropped");
+    });
+}
+
+/// The ranks that lend each other memory are noted in the bits of one word; larger groups do not lend.
+#[test]
+fn more_ranks_than_a_word_has_bits_share_a_device() {
+    const RANKS: usize = 66;
+    child("extremes::more_ranks_than_a_word_has_bits_share_a_device", &[], || {
+        ranks(RANKS, |mut comm| {
+            let device = Device::new(0).unwrap();
+            assert_eq!(soon(comm.bind_device(&device)).unwrap(), DevicePath::Peer);
+            let stream = DeviceStream::new(&device).unwrap();
+            let sums = soon(comm.all_reduce(up(&stream, vec![1f32; 100]))).unwrap();
+            assert_eq!(down(sums), [RANKS as f32; 100]);
+            soon(comm.close()).unwrap();
+        });
+        nothing_left("all ranks have ended");
     });
 }

@@ -2,11 +2,11 @@
 
 use std::time::Duration;
 
-use allstream::cuda::{Device, DeviceBuf, DevicePath, DeviceStream};
+use allstream::cuda::{Device, DeviceBuf, DevicePath, DeviceStream, PinnedBuf};
 use allstream::{Comm, Error, Failed};
 
 use crate::support::{
-    calls, child, down, fail, nothing_left, ranks, report, set_delays, soon, until, up, values,
+    calls, child, down, fail, nothing_left, pass, ranks, report, set_delays, soon, until, up, values,
 };
 
 const SLOW: &[(&str, &str)] = &[("ALLSTREAM_TEST_CUDA_DELAY_US", "300")];
@@ -271,6 +271,50 @@ fn the_default_stream_is_one_like_others() {
                 soon(comm.close()).unwrap();
             });
         }
+        assert_eq!(report().freed_in_use, 0);
+    });
+}
+
+/// The driver takes the waits for a collective, but no mark behind them, so nobody can tell when the stream is past them: the words that it waits for
+/// stay, also when the communicator is gone.
+#[test]
+fn words_stay_for_a_stream_that_could_not_be_marked_behind_its_wait() {
+    let test = "joined::words_stay_for_a_stream_that_could_not_be_marked_behind_its_wait";
+    child(test, &[("CUDA_DEVICE_MAX_CONNECTIONS", "32")], || {
+        let mut comms = Comm::local(2).unwrap();
+        let mut second = comms.pop().unwrap();
+        let mut first = comms.pop().unwrap();
+        let other = std::thread::spawn(move || (bound(&mut second), second));
+        let own = bound(&mut first);
+        let (theirs, mut second) = other.join().unwrap();
+        let device = own.device();
+        let waiting = DeviceStream::new(&device).unwrap();
+        // Of this collective the words know a point in each of the two streams.
+        let [a, b] = [(), ()].map(|()| up(&own, values(0, 64)));
+        let [c, d] = [(), ()].map(|()| up(&theirs, values(1, 64)));
+        let work = second.all_reduce(c);
+        let ordered = first.all_reduce(a).join(&waiting).unwrap();
+        drop((soon(work).unwrap(), soon(ordered).unwrap()));
+        own.synchronize().unwrap();
+        waiting.synchronize().unwrap();
+        pass(true, 0);
+        let late = DeviceBuf::from_host(&waiting, PinnedBuf::from_slice(&device, &values(0, 64)).unwrap());
+        let (theirs, ours) = (second.all_reduce(d), first.all_reduce(b));
+        // The first mark is that of the buffer's stream.
+        const INVALID_VALUE: u32 = 1;
+        fail(Some("cuEventRecord"), 2, INVALID_VALUE);
+        let ordered = ours.join(&waiting).unwrap();
+        fail(None, 0, 0);
+        drop((soon(theirs).unwrap(), soon(ordered).unwrap()));
+        drop((first, second));
+        // What is given back goes through several threads.
+        for _ in 0..40 {
+            device.trim().unwrap();
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        pass(true, u64::MAX);
+        soon(late).unwrap();
+        waiting.synchronize().unwrap();
         assert_eq!(report().freed_in_use, 0);
     });
 }

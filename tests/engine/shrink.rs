@@ -164,6 +164,43 @@ fn a_rank_that_gives_up_half_way_is_not_waited_for() {
     }
 }
 
+/// Its own call ends by its deadline while it waits for a slow rank. The others have heard that it comes, and so have a communicator with it.
+#[test]
+fn a_rank_whose_shrink_ends_late_is_not_waited_for_in_the_new_communicator() {
+    for link in LINKS {
+        let (voted, given_up) = (Arc::new(Barrier::new(3)), Arc::new(Barrier::new(3)));
+        each(3, link, move |rank, comm| {
+            let keep = comm.share();
+            if rank == 2 {
+                voted.wait();
+                let error = block_on(comm.shrink_within(Duration::from_secs(1))).unwrap_err();
+                let Error::NoVerdict { missing, .. } = &error else { panic!("{link}: {error}") };
+                let named: Vec<_> = missing.iter().map(|m| (m.rank, m.state.clone())).collect();
+                assert_eq!(named, [(1, MissingState::NoAnswer)], "{link}: {error}");
+                given_up.wait();
+                return keep;
+            }
+            let mut shrinks = Box::pin(comm.shrink());
+            if rank == 1 {
+                // It has voted, and does not go on before rank 2 has given up.
+                assert!(futures::FutureExt::now_or_never(&mut shrinks).is_none());
+                voted.wait();
+                given_up.wait();
+                let (mut comm, _) = block_on(shrinks).unwrap();
+                let error = comm.barrier().wait().unwrap_err().error;
+                assert!(matches!(error, Error::Aborted { by: 2, .. }), "{link}: {error}");
+                return keep;
+            }
+            voted.wait();
+            let waits = std::thread::spawn(move || block_on(shrinks).unwrap().0);
+            given_up.wait();
+            let error = waits.join().unwrap().barrier().wait().unwrap_err().error;
+            assert!(matches!(error, Error::Aborted { by: 2, .. }), "{link}: {error}");
+            keep
+        });
+    }
+}
+
 #[test]
 fn a_node_shrinks_by_whole_processes() {
     let processes = worlds(6, "shm").into_iter();

@@ -49,13 +49,23 @@ impl Meetings {
 }
 
 /// This rank's part in making a communicator of another one's survivors. If it is dropped before [`come`](Self::come) is called, it tells
-/// the other members that this rank does not come.
+/// the other members that this rank does not come. If it is dropped later, and this rank has not [made](Self::has_made) the communicator, those
+/// who have made it hear that it is dead: they would wait for this rank until their deadlines.
 pub(in crate::comm) struct Meeting {
     world: Arc<World>,
     pub(in crate::comm) id: CommId,
     /// World ranks of the old communicator's members.
     members: Vec<Rank>,
-    has_come: bool,
+    said: Answered,
+}
+
+/// What the other members have been told.
+enum Answered {
+    Nothing,
+    /// That this rank comes, which is to have this number in the new communicator.
+    Comes(Rank),
+    /// The same, and this rank has made the communicator.
+    Made,
 }
 
 impl Meeting {
@@ -65,14 +75,19 @@ impl Meeting {
             // Every member computes the same id, without a message.
             id: CommId(mix(of.config.comm, SHRUNK).max(1)),
             members: of.config.members.clone(),
-            has_come: false,
+            said: Answered::Nothing,
         }
     }
 
-    fn tell(&self, row: Said) {
+    fn tell(&self, message: &Message) {
         for &to in self.members.iter().filter(|m| **m != self.world.rank) {
-            self.world.send(to, Message::Meet { comm: self.id, row });
+            self.world.send(to, message.clone());
         }
+    }
+
+    /// This rank has made the new communicator.
+    pub(in crate::comm) fn has_made(mut self) {
+        self.said = Answered::Made;
     }
 
     /// Tells the other members that this rank comes and brings `row`, and waits until every survivor has answered or is known to be
@@ -82,14 +97,15 @@ impl Meeting {
     /// # Errors
     /// [`Error::NoVerdict`] at `end`: it names the survivors that have not answered, and `after` as the time that they had.
     pub(in crate::comm) async fn come(
-        mut self,
+        &mut self,
         row: [u64; ROW],
         survivors: &[Rank],
         of: &Endpoint,
         (end, after): (Instant, Duration),
     ) -> Result<Vec<Said>, Error> {
-        self.tell(Some(row));
-        self.has_come = true;
+        self.tell(&Message::Meet { comm: self.id, row: Some(row) });
+        let number = survivors.iter().position(|rank| self.members[*rank] == self.world.rank);
+        self.said = Answered::Comes(number.unwrap_or_default());
         let mut ticks = Ticks::new(&self.world.runtime, LOOK)?;
         loop {
             // The members that have gone are looked up before the answers: what such a member sent before its connection ended has come
@@ -121,8 +137,14 @@ impl Meeting {
 
 impl Drop for Meeting {
     fn drop(&mut self) {
-        if !self.has_come {
-            self.tell(None);
+        match self.said {
+            Answered::Nothing => self.tell(&Message::Meet { comm: self.id, row: None }),
+            Answered::Comes(number) => {
+                let cause =
+                    Error::aborted(number, "its call of shrink ended before it had this communicator");
+                self.tell(&Message::Abort { comm: self.id, cause });
+            }
+            Answered::Made => {}
         }
     }
 }

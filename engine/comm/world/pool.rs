@@ -101,6 +101,8 @@ struct Idle {
 struct State {
     capacity: usize,
     rings: Map<CommId, Rings>,
+    /// How many blocks of rings that are not in `rings` any more are about to be given back.
+    settling: usize,
     /// By the name of its rings; the least recently used one ends first.
     idle: LruCache<CommId, Idle>,
     /// Members that have retired rings which are not made here yet.
@@ -124,6 +126,7 @@ impl Pool {
         let state = State {
             capacity,
             rings: Map::default(),
+            settling: 0,
             idle: LruCache::unbounded(),
             heard: LruCache::new(ENDED),
             ended: LruCache::new(ENDED),
@@ -154,6 +157,11 @@ impl Pool {
 }
 
 impl State {
+    /// Whether memory of rings is on its way back to the region.
+    fn awaits_memory(&self) -> bool {
+        self.settling > 0 || self.rings.values().any(|rings| rings.retired)
+    }
+
     /// Takes out the least recently used idle communicators, until at most `capacity` are left.
     fn trim(&mut self, capacity: usize) -> Vec<(CommId, Idle)> {
         let mut out = Vec::new();
@@ -333,6 +341,7 @@ impl World {
             return;
         }
         let Some(Rings { members, block, runs, .. }) = rings.remove(&id) else { return };
+        state.settling += usize::from(open.is_empty());
         drop(state);
         if !open.is_empty() {
             tracing::debug!(
@@ -346,6 +355,7 @@ impl World {
             runs.take_all_back();
         }
         self.topology.region.free(block, block_bytes(members.len()), true);
+        self.pool.state.lock().settling -= 1;
     }
 
     /// Gives rings back that no other rank has used.
@@ -393,10 +403,12 @@ impl World {
         let end = self.runtime.now() + MEMORY;
         let mut ticks = Ticks::new(&self.runtime, Duration::from_millis(1))?;
         while self.runtime.now() < end {
+            // Asked before the next try: whatever is no longer on its way back by now is free for that.
+            let is_awaited = self.pool.state.lock().awaits_memory();
             if let Ok(block) = self.topology.region.alloc(bytes) {
                 return Ok(block);
             }
-            if !self.pool.state.lock().rings.values().any(|rings| rings.retired) {
+            if !is_awaited {
                 break;
             }
             ticks.next().await?;

@@ -6,6 +6,7 @@ use crate::device::copied::Copied;
 use crate::device::workspace::Workspace;
 use crate::error::Error;
 use crate::plan::Lending;
+use crate::types::Rank;
 
 /// Which of an operation's parts are *folded*: the ranks lend each other their memory, and one kernel of each rank combines what is lent
 /// ([`Lends`](crate::exec::lends::Lends)).
@@ -23,6 +24,14 @@ pub(crate) struct Folds {
     /// The ranks that this rank lends its buffers to, and the ranks that lend theirs to this one: bit `r` stands for rank `r`.
     pub(super) lent_to: u64,
     pub(super) lent_by: u64,
+}
+
+/// Names all ranks, also of a communicator of more than 64, of which no part is folded.
+pub(super) const ALL: u64 = u64::MAX;
+
+/// Whether these bits name this rank.
+pub(super) fn is_named(bits: u64, rank: Rank) -> bool {
+    bits == ALL || bits.checked_shr(rank as u32).is_some_and(|bits| bits & 1 == 1)
 }
 
 impl Folds {

@@ -1,17 +1,18 @@
 //! The working memory that a run allocates for itself, beside the users' buffers and what links lend it.
 
+use std::cell::UnsafeCell;
+
 use crate::link::SLOT;
 
-/// 64-byte aligned words.
+/// 64-byte aligned words. They are written through pointers that come from a shared reference to this memory, and so are cells.
 #[repr(C, align(64))]
-#[derive(Clone, Copy)]
-struct Line([u64; 8]);
+struct Line(UnsafeCell<[u64; 8]>);
 
 /// Makes room for so many bytes.
 fn grow(lines: &mut Vec<Line>, bytes: usize) {
     let wanted = bytes.div_ceil(size_of::<Line>());
     if lines.len() < wanted {
-        lines.resize(wanted, Line([0; 8]));
+        lines.resize_with(wanted, || Line(UnsafeCell::new([0; 8])));
     }
 }
 

@@ -21,6 +21,26 @@ struct Batch {
     path: Arc<MessagePath>,
     keys: Vec<(Rank, Key)>,
     state: Arc<Mutex<Standing>>,
+    _counted: Counted,
+}
+
+/// As long as this exists, the stream may count as one that is about to wait. If a batch is given up before it is on the stream, the drop of this
+/// ends that.
+struct Counted(Arc<MessagePath>, Arc<Mutex<Standing>>);
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        if self.1.lock().is_on_stream {
+            return;
+        }
+        let (path, state) = (self.0.clone(), self.1.clone());
+        // By a command, so that it comes behind one that is giving the batch to the library now.
+        self.0.commands.put_always(move || {
+            if std::mem::take(&mut state.lock().will_wait) {
+                path.stream.waits_now();
+            }
+        });
+    }
 }
 
 /// How far the library and the device are with a batch. Nobody calls the library or the driver while holding this lock.
@@ -30,6 +50,8 @@ struct Standing {
     turns: Vec<Turn>,
     /// A command of [`Batch::ask`] is queued, and has not run yet.
     is_asking: bool,
+    /// The stream counts as about to wait for the batch.
+    will_wait: bool,
     is_on_stream: bool,
     /// The batch's result, once the stream has come to its end.
     ended: Option<Result<(), Error>>,
@@ -60,6 +82,7 @@ impl Batch {
             state.lock().turns = turns;
             ordered?;
             path.stream.will_wait();
+            state.lock().will_wait = true;
             // SAFETY: the buffers are as long as is said, of this rank's device, and the in-flight table owns them until the messages
             // have finished. Each starts after its buffer's stream has come to the call (`Call::launched_message`). If the communicator dies first,
             // `Run::tear_down` aborts the library, and gives the buffers back when no command is under way and the library is
@@ -78,6 +101,7 @@ impl Batch {
             }
             let (stream, end) = (&path.stream, path.stream.point()?);
             stream.waits_now();
+            state.lock().will_wait = false;
             let turns = std::mem::take(&mut state.lock().turns);
             turns.into_iter().for_each(|turn| turn.launched(stream, end.clone()));
             let (told, waker) = (state.clone(), path.waker.clone());
@@ -190,7 +214,8 @@ impl Messages {
         let keys: Vec<(Rank, Key)> = due.iter().map(|m| (m.message.peer, m.key)).collect();
         let turns = keys.iter().filter_map(|(peer, key)| self.peers[*peer].of(*key)?.turn.take()).collect();
         let state = Arc::new(Mutex::new(Standing { turns, ..Standing::default() }));
-        let batch = Batch { path, keys, state };
+        let counted = Counted(path.clone(), state.clone());
+        let batch = Batch { path, keys, state, _counted: counted };
         batch.launch(moved);
         self.launches.to_come -= batch.keys.len();
         self.launches.batches.push_back(batch);

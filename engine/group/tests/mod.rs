@@ -9,6 +9,7 @@ mod living;
 #[cfg(target_os = "linux")]
 mod processes;
 mod rdma;
+mod turned_away;
 
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::fd::OwnedFd;

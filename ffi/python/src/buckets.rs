@@ -133,9 +133,11 @@ impl Buckets {
             return Ok(());
         }
         // Not under the lock, as this waits.
-        let streams = std::mem::take(&mut self.held(py).streams);
+        let mut streams = std::mem::take(&mut self.held(py).streams);
         let over = streams.synchronize(py);
-        self.held(py).streams = streams;
+        let surplus = if over.is_ok() { streams.surplus() } else { CallStreams::default() };
+        self.give_streams_back(py, streams);
+        drop(surplus);
         over
     }
 
@@ -144,8 +146,13 @@ impl Buckets {
         let py = array.py();
         let mut streams = std::mem::take(&mut self.held(py).streams);
         let memory = Memory::of(array, Use::Write, call, &mut streams, &mut Claim::default());
-        self.held(py).streams = streams;
+        self.give_streams_back(py, streams);
         memory
+    }
+
+    /// Puts back the streams that a call has taken out of the state. Other threads may have added some meanwhile, which stay.
+    fn give_streams_back(&self, py: Python<'_>, streams: CallStreams) {
+        self.held(py).streams.add(streams);
     }
 
     /// Hands in one array: `submit` is the engine's call, made without the GIL because it may copy the array.

@@ -370,6 +370,39 @@ def test_gradients_on_devices_go_in_buckets(devices):
     )
 
 
+def test_gradients_that_are_handed_in_at_once_are_all_there_at_the_end_of_a_step(devices):
+    """While a library exports one gradient, it hands in others, as another thread may. Each bucket is unpacked in the order of another stream."""
+    devices(
+        """
+        class Late(Array):
+            meanwhile = None
+
+            def __dlpack__(self, **about):
+                meanwhile, self.meanwhile = self.meanwhile, None
+                if meanwhile:
+                    meanwhile()
+                return super().__dlpack__(**about)
+
+        def run(comm):
+            comm.bind_device(comm.rank)
+            parameters = [Array(values(0, 300), comm.rank) for _ in range(4)]
+            buckets = allstream.Buckets(comm, parameters, bucket_mb=0.002, first_bucket_mb=0.002)
+            for step in range(5):
+                grads = [Late(values(comm.rank + step, 300), comm.rank) for _ in range(4)]
+                grads[3].meanwhile = lambda: [buckets.push(i, grads[i]) for i in (1, 0)]
+                buckets.push(3, grads[3])
+                buckets.push(2, grads[2])
+                got = [grad.get() for grad in buckets.finish()]
+                for values_of_all in got:
+                    assert (values_of_all == (values(step, 300) + values(1 + step, 300)) / 2).all()
+            buckets.close()
+
+        both(run)
+        """,
+        env={"ALLSTREAM_TEST_CUDA_DELAY_US": "5000"},
+    )
+
+
 def test_a_second_stream_and_the_host_wait_for_what_a_first_one_waits_for(devices):
     devices(
         """

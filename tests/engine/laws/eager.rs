@@ -235,3 +235,36 @@ fn law_1_a_failed_operation_fails_the_stream_that_joined_it() {
         assert!(stream.synchronize().is_err() && stream.is_failed());
     });
 }
+
+#[test]
+fn law_1_no_job_runs_on_a_stream_that_has_failed_and_its_error_is_the_cause() {
+    quiet_panics();
+    let comms = Comm::local(2).unwrap();
+    threads(comms, |mut comm| {
+        let mut good = block_on(comm.dup()).unwrap();
+        // A value that came well, and a stream on which a job has panicked.
+        let stream = HostStream::new("update").unwrap();
+        let sum = good.all_reduce(vec![1f32; 10]).join(&HostStream::new("other").unwrap()).unwrap();
+        stream.launch(|| panic!("planted"));
+        let ran = Arc::new(AtomicBool::new(false));
+        let mark = ran.clone();
+        let launched = sum.launch(&stream, move |_: Vec<f32>| mark.store(true, Ordering::SeqCst));
+        let text = launched.wait().unwrap_err().error.to_string();
+        assert!(text.contains("did not run") && text.contains("panicked"), "{text}");
+        assert!(!ran.load(Ordering::SeqCst), "a job ran behind one that had failed");
+        // The same behind an operation that failed: the stream, and what is launched there, tell that operation's error.
+        let stream = HostStream::new("update").unwrap();
+        let work = comm.all_reduce(vec![1f32; 10 + comm.rank()]);
+        let failed = work.join(&stream).unwrap();
+        let sum = good.all_reduce(vec![1f32; 10]).join(&stream).unwrap();
+        let mark = ran.clone();
+        let launched = sum.launch(&stream, move |_: Vec<f32>| mark.store(true, Ordering::SeqCst));
+        let error = launched.wait().unwrap_err().error;
+        assert!(matches!(error, Error::Mismatch { .. }), "{error}");
+        assert!(!ran.load(Ordering::SeqCst), "a job ran on a stream that had failed");
+        assert_eq!(stream.synchronize().unwrap_err(), failed.wait().unwrap_err().error);
+        // Values that are only joined come back all the same.
+        let sum = good.all_reduce(vec![1f32; 10]).join(&stream).unwrap();
+        assert_eq!(sum.wait().unwrap(), vec![2f32; 10]);
+    });
+}

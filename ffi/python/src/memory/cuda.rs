@@ -65,7 +65,7 @@ impl Drop for CallStream {
     }
 }
 
-/// The streams of one call: one for each device that its arrays are on.
+/// The streams of one call: one for each device that its arrays are on. Those of several calls that were [added](Self::add) may be more.
 #[derive(Default)]
 pub(crate) struct CallStreams(Vec<Arc<CallStream>>);
 
@@ -82,6 +82,25 @@ impl CallStreams {
     pub(crate) fn synchronize(&self, py: Python<'_>) -> PyResult<()> {
         let all = || self.0.iter().try_for_each(|stream| stream.stream().synchronize());
         if self.is_empty() { Ok(()) } else { py.detach(all).map_err(|error| errors::of(py, &error)) }
+    }
+
+    /// Adds the streams of another call. Those that are here already stay as they are.
+    pub(crate) fn add(&mut self, others: CallStreams) {
+        let is_new = |other: &Arc<CallStream>| !self.0.iter().any(|ours| Arc::ptr_eq(ours, other));
+        let new: Vec<_> = others.0.into_iter().filter(is_new).collect();
+        self.0.extend(new);
+    }
+
+    /// Takes out all but one stream of each device. To be called when all work on them is over.
+    pub(crate) fn surplus(&mut self) -> CallStreams {
+        let mut kept: Vec<Arc<CallStream>> = Vec::with_capacity(self.0.len());
+        let mut surplus = Vec::new();
+        for stream in self.0.drain(..) {
+            let is_known = kept.iter().any(|known| known.ordinal == stream.ordinal);
+            if is_known { surplus.push(stream) } else { kept.push(stream) }
+        }
+        self.0 = kept;
+        CallStreams(surplus)
     }
 
     /// The call's stream on this device. Where the call has none there yet, it gets one.
