@@ -170,7 +170,10 @@ impl Active {
         } else if self.is_rested() {
             self.give_memory_back();
         }
-        self.current.take().map(|c| (c.key, c.op.number))
+        let ended = self.current.as_ref().map(|current| (current.key, current.op.number));
+        // Dropped where it lies: to take it out would copy it.
+        self.current = None;
+        ended
     }
 
     /// Whether more than [`KEPT`] bytes are kept, which should not last long.

@@ -1,8 +1,9 @@
-//! [`ErasedBufs`]: the buffers that an operation in flight owns, whatever their types are. They are kept in place, so an
-//! operation allocates nothing for them.
+//! [`ErasedBufs`]: the buffers that an operation in flight owns, whatever their types are. They lie in a block of memory that is used again for
+//! later operations, so that an operation allocates nothing for them, and passing them on copies two words.
 
 use std::any::{Any, TypeId};
-use std::mem::MaybeUninit;
+use std::cell::RefCell;
+use std::mem::{ManuallyDrop, MaybeUninit};
 use std::sync::Arc;
 
 /// The input and output that an operation owns. In-place operations have only an output.
@@ -14,13 +15,55 @@ pub(crate) struct Parts<I, O> {
 /// Words of storage: two device buffers fit.
 const WORDS: usize = 12;
 
-/// Storage for [`Parts`] of any type: in place up to 96 bytes, boxed beyond.
-pub(crate) struct ErasedBufs {
+/// Room for [`Parts`] of any type: in place up to 96 bytes, boxed beyond.
+struct Block {
     storage: [MaybeUninit<u64>; WORDS],
-    drop: unsafe fn(*mut u8),
-    holds: TypeId,
     /// Memory of the engine's own that the operation works on. Dropped when the parts are dropped or taken.
     also: Option<Arc<dyn Any + Send + Sync>>,
+}
+
+/// How many free blocks a thread keeps.
+const SPARE: usize = 64;
+
+thread_local! {
+    /// Free blocks. A thread that submits operations and takes their outcomes uses the same ones again and again.
+    #[expect(clippy::vec_box, reason = "a block's address goes to `ErasedBufs`, and the blocks are not moved")]
+    static FREE: RefCell<Vec<Box<Block>>> = const { RefCell::new(Vec::new()) };
+}
+
+impl Block {
+    fn get() -> Box<Block> {
+        let spare = FREE.try_with(|free| free.borrow_mut().pop()).ok().flatten();
+        spare.unwrap_or_else(|| Box::new(Block { storage: [MaybeUninit::uninit(); WORDS], also: None }))
+    }
+
+    /// Keeps a block whose storage holds nothing any more.
+    fn give_back(self: Box<Self>) {
+        let kept = |free: &RefCell<Vec<Box<Block>>>| {
+            let mut free = free.borrow_mut();
+            if free.len() < SPARE {
+                free.push(self);
+            }
+        };
+        // A thread that ends has no such list any more: then the block is freed.
+        let _ = FREE.try_with(kept);
+    }
+
+    fn at(&mut self) -> *mut u8 {
+        self.storage.as_mut_ptr().cast()
+    }
+}
+
+/// What a block's storage holds.
+struct Held {
+    id: fn() -> TypeId,
+    drop: unsafe fn(*mut u8),
+}
+
+/// Storage for [`Parts`] of any type.
+pub(crate) struct ErasedBufs {
+    block: ManuallyDrop<Box<Block>>,
+    held: &'static Held,
 }
 
 const fn fits<P>() -> bool {
@@ -40,32 +83,36 @@ unsafe fn drop_boxed<P>(at: *mut u8) {
 impl ErasedBufs {
     /// Takes ownership of the parts. They are `Send`, as the table of operations may drop them on another thread.
     pub(crate) fn new<P: Send + 'static>(parts: P) -> ErasedBufs {
-        let mut storage = [MaybeUninit::<u64>::uninit(); WORDS];
-        let at = storage.as_mut_ptr().cast::<u8>();
-        let drop = if fits::<P>() {
+        let mut block = Block::get();
+        let at = block.at();
+        let held: &'static Held = if fits::<P>() {
             // SAFETY: `fits` has checked that a P fits the storage's size and alignment.
             unsafe { at.cast::<P>().write(parts) };
-            drop_inline::<P> as unsafe fn(*mut u8)
+            const { &Held { id: TypeId::of::<P>, drop: drop_inline::<P> } }
         } else {
             // SAFETY: a Box is one word, aligned to 8.
             unsafe { at.cast::<Box<P>>().write(Box::new(parts)) };
-            drop_boxed::<P> as unsafe fn(*mut u8)
+            const { &Held { id: TypeId::of::<P>, drop: drop_boxed::<P> } }
         };
-        ErasedBufs { storage, drop, holds: TypeId::of::<P>(), also: None }
+        ErasedBufs { block: ManuallyDrop::new(block), held }
     }
 
     /// Keeps something else as long as the parts.
     pub(crate) fn with(mut self, also: Arc<dyn Any + Send + Sync>) -> ErasedBufs {
-        self.also = Some(also);
+        self.block.also = Some(also);
         self
+    }
+
+    fn is<P: 'static>(&self) -> bool {
+        (self.held.id)() == TypeId::of::<P>()
     }
 
     /// The parts, if they are of this type.
     pub(crate) fn get_mut<P: Send + 'static>(&mut self) -> Option<&mut P> {
-        if self.holds != TypeId::of::<P>() {
+        if !self.is::<P>() {
             return None;
         }
-        let at = self.storage.as_mut_ptr().cast::<u8>();
+        let at = self.block.at();
         if fits::<P>() {
             // SAFETY: `new::<P>` wrote a P here (checked above); it is borrowed as `self` is.
             Some(unsafe { &mut *at.cast::<P>() })
@@ -77,26 +124,35 @@ impl ErasedBufs {
 
     /// Gives the parts back, if they are of this type.
     pub(crate) fn take<P: Send + 'static>(self) -> Option<P> {
-        if self.holds != TypeId::of::<P>() {
+        if !self.is::<P>() {
             return None;
         }
-        let mut this = std::mem::ManuallyDrop::new(self);
-        drop(this.also.take());
-        let at = this.storage.as_mut_ptr().cast::<u8>();
-        Some(if fits::<P>() {
-            // SAFETY: `new::<P>` wrote a P here (checked above); ManuallyDrop keeps it from being dropped as well.
+        let mut this = ManuallyDrop::new(self);
+        // SAFETY: `this` is not used again, and not dropped.
+        let mut block = unsafe { ManuallyDrop::take(&mut this.block) };
+        let at = block.at();
+        let parts = if fits::<P>() {
+            // SAFETY: `new::<P>` wrote a P here (checked above), and nobody reads or drops it again: the block is given back as one that holds nothing.
             unsafe { at.cast::<P>().read() }
         } else {
             // SAFETY: as above, with a Box<P>.
             unsafe { *at.cast::<Box<P>>().read() }
-        })
+        };
+        drop(block.also.take());
+        block.give_back();
+        Some(parts)
     }
 }
 
 impl Drop for ErasedBufs {
     fn drop(&mut self) {
-        // SAFETY: `drop` was chosen in `new` for what the storage holds, and `take` forgets `self`.
-        unsafe { (self.drop)(self.storage.as_mut_ptr().cast()) }
+        // SAFETY: `self` is being dropped, so the block is taken only once.
+        let mut block = unsafe { ManuallyDrop::take(&mut self.block) };
+        // SAFETY: `held` was chosen in `new` for what the storage holds, and `take` forgets `self`. If this panics, the block is freed, and what it held is
+        // not dropped again.
+        unsafe { (self.held.drop)(block.at()) };
+        drop(block.also.take());
+        block.give_back();
     }
 }
 
