@@ -20,6 +20,7 @@ mod staging;
 mod train;
 #[cfg(feature = "testing")]
 mod whole;
+#[cfg(feature = "testing")]
 mod worker;
 
 use test_support as support;

@@ -38,7 +38,9 @@ pub(super) unsafe fn run(dtype: DType, op: ReduceOp, job: &Job<'_>) -> usize {
             DType::BF16 => run_of::<BF16>(op, job),
             DType::F8E4M3 => run_of::<E4M3>(op, job),
             DType::F8E5M2 => run_of::<E5M2>(op, job),
-            _ => run_of::<F16>(op, job),
+            DType::F16 => run_of::<F16>(op, job),
+            // Another type is left to the caller, whole.
+            _ => job.start,
         }
     }
 }
@@ -107,7 +109,8 @@ pub(super) unsafe fn scale(dtype: DType, memory: *mut u8, len: usize, factor: f6
             DType::BF16 => scale_chunks::<BF16>(memory, len, factor),
             DType::F8E4M3 => scale_chunks::<E4M3>(memory, len, factor),
             DType::F8E5M2 => scale_chunks::<E5M2>(memory, len, factor),
-            _ => scale_chunks::<F16>(memory, len, factor),
+            DType::F16 => scale_chunks::<F16>(memory, len, factor),
+            _ => 0,
         }
     }
 }
