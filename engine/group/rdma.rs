@@ -50,7 +50,7 @@ pub fn find() -> Result<Rdma, Error> {
 pub(crate) struct Prospect {
     /// What the rank says of it when it registers.
     pub(super) end: RdmaEnd,
-    /// The first two ports that were found; fewer if there are not as many.
+    /// The ports that carry the rank's links: none, one or two.
     ports: Vec<RdmaPort>,
     region: Arc<Region>,
     card: Arc<OnceLock<Arc<Card>>>,
@@ -113,7 +113,7 @@ pub(crate) fn look(need: Need, region: &Arc<Region>) -> Result<Option<Prospect>,
     }
     let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
     let (ports, why): (Vec<RdmaPort>, _) = match find() {
-        Ok(found) => (found.ports.into_iter().take(2).collect(), String::new()),
+        Ok(found) => (found.ports.into_iter().take(found.used).collect(), String::new()),
         Err(error) if need == Need::Chosen => return Err(needed_here(&host, error)),
         Err(Error::Unavailable { problem, .. }) => (Vec::new(), problem),
         Err(error) => return Err(error),

@@ -418,8 +418,11 @@ impl Region {
         }
         let bytes = bytes.next_multiple_of(PAGE);
         self.blocks.lock().remove(&offset);
+        // (Without the lock, as it takes a call of the system to unpin a buffer. There are two at most.)
+        let pins =
+            self.pins.lock().iter().map(Weak::upgrade).fold([None, None], |[_, last], pins| [last, pins]);
         let mut is_free = true;
-        for pins in self.pins.lock().iter().filter_map(Weak::upgrade) {
+        for pins in pins.into_iter().flatten() {
             is_free &= pins.unpin(self.at(offset));
         }
         if !is_free {

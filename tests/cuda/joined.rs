@@ -280,7 +280,8 @@ fn the_default_stream_is_one_like_others() {
 #[test]
 fn words_stay_for_a_stream_that_could_not_be_marked_behind_its_wait() {
     let test = "joined::words_stay_for_a_stream_that_could_not_be_marked_behind_its_wait";
-    child(test, &[("CUDA_DEVICE_MAX_CONNECTIONS", "32")], || {
+    // Each stream has a queue of its own, whatever the other tests run with: a join that another stream could hold up would wait on the host.
+    child(test, &[("ALLSTREAM_TEST_CUDA_QUEUES", "32")], || {
         let mut comms = Comm::local(2).unwrap();
         let mut second = comms.pop().unwrap();
         let mut first = comms.pop().unwrap();

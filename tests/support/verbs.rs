@@ -16,7 +16,7 @@ pub const PORT: &str =
 /// Two devices with one port each, on networks of their own: links go by both.
 pub const TWO_PORTS: &str = r#"{"devices": [
     {"name": "test_0", "ports": [{"gids": [{"index": 1, "address": "127.0.0.1"}]}]},
-    {"name": "test_1", "ports": [{"rail": 1, "gids": [{"index": 1, "address": "127.0.0.2"}]}]}]}"#;
+    {"name": "test_1", "ports": [{"rail": 1, "gids": [{"index": 1, "address": "127.0.0.1"}]}]}]}"#;
 
 /// The variables of a process that uses this library with the devices of `host`. They override what the environment says of RDMA devices.
 pub fn on_host<'a>(library: &'a str, host: &'a str) -> Vec<(&'static str, &'a str)> {

@@ -1,8 +1,9 @@
 //! An opened port of a network card, over which all RDMA links of a rank go. A second port carries a part of what is large.
 
-use std::collections::BTreeSet;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
 
 use allstream_sys::verbs::{Access, IbvDeviceAttr, IbvPortAttr, Mtu, Verbs, VerbsError};
 use parking_lot::Mutex;
@@ -73,9 +74,17 @@ pub(crate) struct Card {
     most_areas: usize,
     /// The rank's second port, if this is the first and there is another one.
     second: Option<Arc<Card>>,
-    /// The peers' ports, by their addresses, to which no message gets from this one.
-    unreached: Mutex<BTreeSet<[u8; 16]>>,
+    /// The peers' ports, by their addresses, to which no message got from this one, a second port, and when that was tried.
+    unreached: Mutex<BTreeMap<[u8; 16], Instant>>,
+    /// This second port is not used for further links: the device could not connect to a peer's. To try that may take a second each time, in which
+    /// the progress thread stands still.
+    is_given_up: AtomicBool,
+    /// The user has been told that messages do not get through.
+    is_told: AtomicBool,
 }
+
+/// After this long a port to which no message got is tried again.
+const AGAIN: Duration = Duration::from_secs(60);
 
 impl Card {
     /// Opens the ports that were chosen, for the rank that has this region. What is wrong with the second is told, and it is not used.
@@ -152,6 +161,8 @@ impl Card {
             most_areas: wishes.memory.unwrap_or(AREAS),
             second: None,
             unreached: Mutex::default(),
+            is_given_up: AtomicBool::new(false),
+            is_told: AtomicBool::new(false),
         })
     }
 
@@ -160,22 +171,36 @@ impl Card {
         self.second.as_ref()
     }
 
-    /// Whether a peer's port with this address can be reached, as far as is known.
+    /// Whether links are to use this second port to a peer's port with this address.
     pub(super) fn reaches(&self, gid: &[u8; 16]) -> bool {
-        !self.unreached.lock().contains(gid)
+        let unreached = self.unreached.lock();
+        !self.is_given_up.load(Ordering::Relaxed) && unreached.get(gid).is_none_or(|at| at.elapsed() >= AGAIN)
     }
 
-    /// No message gets from this port, a second one, to a peer's. Tells the user, once for each peer's port.
+    /// No message has got from this port, a second one, to a peer's.
     pub(super) fn cannot_reach(&self, other: &Hello, problem: String) {
-        if self.unreached.lock().insert(other.gid) {
-            let (place, address) = (self.place(), other.address());
-            LOG.warn(move || {
-                tracing::warn!(
-                    "links over RDMA go by the first ports alone, as nothing gets from {place} to {address}: {problem}; if the two are not to \
-                     reach each other, name one device in ALLSTREAM_RDMA_DEVICE"
-                );
-            });
+        self.unreached.lock().insert(other.gid, Instant::now());
+        self.tell(other, problem);
+    }
+
+    /// The device has failed to connect this port, a second one, to a peer's: it is not used any more.
+    pub(super) fn give_up(&self, other: &Hello, problem: String) {
+        self.is_given_up.store(true, Ordering::Relaxed);
+        self.tell(other, problem);
+    }
+
+    /// Tells the user, once.
+    fn tell(&self, other: &Hello, problem: String) {
+        if self.is_told.swap(true, Ordering::Relaxed) {
+            return;
         }
+        let (place, address) = (self.place(), other.address());
+        LOG.warn(move || {
+            tracing::warn!(
+                "links over RDMA go by the first ports alone, as nothing gets from {place} to {address}: {problem}; if the two are not to reach each \
+                 other, name one port in ALLSTREAM_RDMA_DEVICE (mlx5_0:1)"
+            );
+        });
     }
 
     pub(super) fn domain(&self) -> &Arc<Domain> {
@@ -271,11 +296,12 @@ impl Card {
     }
 
     /// Memory for what one peer sends over one link, with `wanted` slots, or fewer if the rank's areas take much memory already. If the link `is_wide`, the
-    /// second port can write there, too, unless the area gets no slots or cannot be registered twice.
+    /// second port can write there, too, unless the area gets no slots, cannot be registered twice, or would then leave later links fewer slots.
     pub(super) fn area(self: &Arc<Self>, wanted: u32, is_wide: bool) -> Result<ReceiveArea, Error> {
         let used = self.areas.load(Ordering::Relaxed);
         let slots = grant(used, self.most_areas).min(wanted);
-        let second = self.second.as_ref().filter(|_| is_wide && slots > 0);
+        let has_memory = used + 2 * (area_bytes(slots) + TRIAL_BYTES) <= self.most_areas / 2;
+        let second = self.second.as_ref().filter(|_| is_wide && slots > 0 && has_memory);
         let bytes = area_bytes(slots) + if second.is_some() { TRIAL_BYTES } else { 0 };
         let access = [Access::LOCAL_WRITE, Access::REMOTE_WRITE];
         let memory = Registered::new(&self.domain, bytes, &access)?;
@@ -324,6 +350,20 @@ impl ReceiveArea {
         if lane == 0 { self.memory.as_ref() } else { self.second.as_ref() }
     }
 
+    /// The link does without its second port.
+    pub(super) fn end_second(&mut self) {
+        let Some(second) = self.second.take() else { return };
+        let bytes = self.registered / 2;
+        match second.end() {
+            true => {
+                self.registered -= bytes;
+                self.card.areas.fetch_sub(bytes, Ordering::Relaxed);
+            }
+            // The second device may write to the memory for ever.
+            false => self.leave(),
+        }
+    }
+
     /// A device may write to the memory for ever, so it stays mapped and is never used for anything else.
     pub(super) fn leave(&mut self) {
         std::mem::forget((self.second.take(), self.memory.take()));
@@ -332,10 +372,7 @@ impl ReceiveArea {
 
 impl Drop for ReceiveArea {
     fn drop(&mut self) {
-        // If the second device keeps its registration, it may write to the memory for ever.
-        if self.second.take().is_some_and(|second| !second.end()) {
-            self.leave();
-        }
+        self.end_second();
         self.card.areas.fetch_sub(self.registered, Ordering::Relaxed);
     }
 }

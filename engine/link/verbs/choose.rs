@@ -14,7 +14,7 @@ pub(super) const AREAS: usize = 40 << 20;
 /// Bytes that a rank must be able to lock besides, as registering memory locks it: for staging slots, narrow links, and the device's queues.
 const OTHERS: usize = 24 << 20;
 
-/// The RDMA of this host: what can carry links to other hosts, and what cannot. A rank's links go over the first port, and over the second beside it.
+/// The RDMA of this host: what can carry links to other hosts, and what cannot.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Rdma {
@@ -22,6 +22,8 @@ pub struct Rdma {
     pub library: String,
     /// The ports that can be used, the best first: one at least, all InfiniBand or all RoCE.
     pub ports: Vec<RdmaPort>,
+    /// How many of these carry a rank's links: the first, or the first two side by side.
+    pub used: usize,
     /// The other devices, ports and addresses of this host, and why they are not used.
     pub passed_over: Vec<PassedOver>,
 }
@@ -330,16 +332,27 @@ pub(crate) fn choose(library: &str, facts: &Facts, wishes: &Wishes, near: &[IpAd
         };
         match port.clone().and_then(|port| usable(&around, device, number, &port)) {
             Ok((port, suits, unused)) => {
-                let order = (place, port.layer != RdmaLayer::InfiniBand, suits.place, device.is_far);
-                usables.push((order, port, unused));
+                let order = (place, port.layer != RdmaLayer::InfiniBand, suits.place);
+                usables.push(Usable {
+                    order,
+                    is_far: device.is_far,
+                    rate: rate_of(device, number),
+                    port,
+                    unused,
+                });
             }
             Err(why) => passed_over.push(refused(why)),
         }
     }
     // The sort is stable: where nothing else decides, the order of the devices stays.
-    usables.sort_by_key(|(order, ..)| *order);
+    usables.sort_by_key(|usable| usable.order);
+    let is_named = wishes.devices.as_ref().is_some_and(|named| !named.all_but);
+    let second = second(&usables, is_named);
+    if let Some(second) = second {
+        usables[1..=second].rotate_right(1);
+    }
     let mut chosen: Vec<RdmaPort> = Vec::new();
-    for (_, port, unused) in usables {
+    for Usable { port, unused, .. } in usables {
         if let Some(first) = chosen.first().filter(|first| first.layer != port.layer) {
             passed_over.push(PassedOver {
                 what: format!("{} port {}", port.device, port.port),
@@ -356,8 +369,40 @@ pub(crate) fn choose(library: &str, facts: &Facts, wishes: &Wishes, near: &[IpAd
     if chosen.is_empty() {
         return Err(nothing(&passed_over, facts));
     }
-    may_lock(facts.locked, &chosen[0], wishes.memory.unwrap_or(AREAS))?;
-    Ok(Rdma { library: library.to_owned(), ports: chosen, passed_over })
+    let memory = wishes.memory.unwrap_or(AREAS);
+    may_lock(facts.locked, &chosen[0], memory, 1)?;
+    // The second card registers the same memory once more.
+    let is_used = second.is_some() && may_lock(facts.locked, &chosen[0], memory, 2).is_ok();
+    Ok(Rdma { library: library.to_owned(), ports: chosen, used: 1 + usize::from(is_used), passed_over })
+}
+
+/// A port that can be used.
+struct Usable {
+    /// What decides first comes first: the place that the user has given it, InfiniBand before RoCE, how near its address is to the other ranks.
+    order: (usize, bool, Place),
+    is_far: bool,
+    rate: (u8, u8),
+    port: RdmaPort,
+    unused: Vec<PassedOver>,
+}
+
+fn rate_of(device: &Device, number: u8) -> (u8, u8) {
+    let ports = device.ports.iter().flatten();
+    let found = ports.filter(|port| port.number == number).find_map(|port| port.found.as_ref().ok());
+    found.map_or((0, 0), |found| found.rate)
+}
+
+/// Which port carries a rank's links beside the first: the best one that is as fast, of those first that are near to where this process runs. An address
+/// of no interface that this process sees most likely leads nowhere, unless the user has named (`is_named`) the device.
+fn second(usables: &[Usable], is_named: bool) -> Option<usize> {
+    let first = usables.first()?;
+    let suits = |other: &Usable| {
+        other.port.layer == first.port.layer
+            && other.rate == first.rate
+            && (is_named || other.order.2 != Place::Nowhere || first.order.2 == Place::Nowhere)
+    };
+    let all = usables.iter().enumerate().skip(1).filter(|(_, other)| suits(other));
+    all.min_by_key(|(_, other)| (other.order.0, other.is_far, other.order.2)).map(|(at, _)| at)
 }
 
 /// Checks that all devices and ports exist that the user has named for use. Those named to be left out need not exist.
@@ -459,9 +504,9 @@ fn nothing(passed_over: &[PassedOver], facts: &Facts) -> String {
     format!("no port can be used: {}", each.join("; "))
 }
 
-/// Checks that this process may lock the memory that it would register.
-fn may_lock(locked: Locked, port: &RdmaPort, areas: usize) -> Result<(), String> {
-    let needed = areas.saturating_add(OTHERS) as u64;
+/// Checks that this process may lock the memory that it would register with so many ports' cards.
+fn may_lock(locked: Locked, port: &RdmaPort, areas: usize, ports: u64) -> Result<(), String> {
+    let needed = (areas.saturating_add(OTHERS) as u64).saturating_mul(ports);
     match locked {
         Locked::UpTo(most) if most < needed => Err(format!(
             "{} port {} could be used, but this process may lock {most} bytes of memory (RLIMIT_MEMLOCK), and {needed} are needed: raise \

@@ -61,6 +61,8 @@ pub(crate) struct Found {
     pub(crate) max_mtu: Mtu,
     /// Bytes of the largest message.
     pub(crate) max_message: u32,
+    /// The codes of its width and of its speed: ports with the same codes are as fast as each other.
+    pub(crate) rate: (u8, u8),
     /// The addresses in the port's table, without its empty entries.
     pub(crate) gids: Vec<Gid>,
 }

@@ -96,10 +96,15 @@ impl Lane {
         (super::end_of(&self.card, &self.pair), &self.peer_at)
     }
 
-    /// Nothing gets to the other end, by this lane, a second one. Notes that for later links.
-    pub(super) fn cannot_reach(&self, problem: String) {
-        if let Some(other) = &self.other {
-            self.card.cannot_reach(other, problem);
+    /// The trial of this lane, a second one, has failed by this completion. If packets were not acknowledged, notes that for later links; what else may
+    /// fail (the peer has ended, for example) says nothing of the way.
+    pub(super) fn has_failed_trial(&self, completion: &IbvWc) {
+        let problem = self.problem_of(completion);
+        match &self.other {
+            Some(other) if WcStatus(completion.status) == WcStatus::RETRY_EXC_ERR => {
+                self.card.cannot_reach(other, problem);
+            }
+            _ => tracing::debug!(problem, "a link over RDMA goes by the first port alone"),
         }
     }
 
@@ -165,14 +170,9 @@ impl SendLane {
         self.lane.connect(other, Reads { answered, ..Reads::NONE })
     }
 
-    /// Connects a second lane, and begins to try whether messages get through: the receiver has said that its end is connected.
-    pub(super) fn connect_and_try(&mut self, other: &Hello) -> Result<(), String> {
+    /// Begins to try whether messages get through by a second lane that is connected at both ends.
+    pub(super) fn start_trial(&mut self, slots: u32) -> Result<(), VerbsError> {
         self.is_proven = false;
-        self.connect(other).map_err(|error| error.to_string())?;
-        self.start_trial(other.slots).map_err(|error| error.to_string())
-    }
-
-    fn start_trial(&mut self, slots: u32) -> Result<(), VerbsError> {
         let Some(cells) = &self.cells else { return Ok(()) };
         let mtu = self.lane.card.mtu().bytes().unwrap_or(0).min(CELLS_BYTES as u32);
         let from = [IbvSge { addr: cells.at(0) as u64, length: mtu, lkey: cells.local_key() }];
@@ -183,15 +183,14 @@ impl SendLane {
         unsafe { self.lane.pair.post_write(write) }
     }
 
-    /// The trial is over; an error if nothing gets through.
-    pub(super) fn end_trial(&mut self, completion: &IbvWc) -> Result<(), String> {
-        match WcStatus(completion.status) {
-            WcStatus::SUCCESS => self.is_proven = true,
-            _ => return Err(self.lane.problem_of(completion)),
+    /// The trial is over. Returns whether messages get through.
+    pub(super) fn end_trial(&mut self, completion: &IbvWc) -> bool {
+        self.is_proven = WcStatus(completion.status) == WcStatus::SUCCESS;
+        if self.is_proven {
+            let (at, peer_at) = self.lane.ends();
+            tracing::debug!("a link over RDMA also goes from {at} to {peer_at}");
         }
-        let (at, peer_at) = self.lane.ends();
-        tracing::debug!("a link over RDMA also goes from {at} to {peer_at}");
-        Ok(())
+        self.is_proven
     }
 
     /// The key by which requests name a payload that lies in staging slots, or, if it is large, in a buffer from `Comm::alloc` that the card has registered.
@@ -232,12 +231,14 @@ pub(super) struct ReceiveLane {
     pub(super) reads: u8,
     /// A message has come. The sender may have given up a second lane by which none has, so that its failure is none of the link's.
     pub(super) is_used: bool,
+    /// A second lane failed before it was used.
+    pub(super) is_given_up: bool,
 }
 
 impl ReceiveLane {
     pub(super) fn new(card: &Arc<Card>) -> Result<ReceiveLane, Error> {
         let lane = Lane::new(card, super::room_to_receive())?;
-        Ok(ReceiveLane { lane, reads: 0, is_used: false })
+        Ok(ReceiveLane { lane, reads: 0, is_used: false, is_given_up: false })
     }
 
     /// Connects this end to the sender's. Receive requests are posted before the sender knows of the queue pair, so that none of its messages comes too

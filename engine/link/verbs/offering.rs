@@ -58,9 +58,13 @@ impl Sending {
     ) -> Result<Posted, Error> {
         let len = header.len as usize;
         let is_large = (OFFERED_FROM..=SLOT).contains(&len);
-        let at = self.lane_of_large();
-        let part = if is_large { self.lanes[at].part(payload, len) } else { None };
-        let window = part.and_then(|part| Some((self.lanes[at].window(self.peer)?, part)));
+        // The second lane's device may not have registered the buffer, or have no windows, where the first one's has.
+        let mut at = self.lane_of_large();
+        let mut window = if is_large { self.lanes[at].window_for(self.peer, payload, len) } else { None };
+        if is_large && window.is_none() && at > 0 {
+            at = 0;
+            window = self.lanes.first.window_for(self.peer, payload, len);
+        }
         let SendLane { lane, cells, to, offering, large, .. } = &mut self.lanes[at];
         let (Some((mut window, part)), Some(cells)) = (window, cells) else {
             // SAFETY: the caller's promise.
@@ -96,6 +100,12 @@ impl Sending {
 }
 
 impl SendLane {
+    /// A window that is not bound, and where the payload is, if it may be offered by this lane.
+    fn window_for(&mut self, peer: Rank, payload: *const u8, len: usize) -> Option<(Window, Part)> {
+        let part = self.part(payload, len)?;
+        Some((self.window(peer)?, part))
+    }
+
     /// Where a payload is that may be offered by this lane, if it lies in a buffer from `Comm::alloc` that the card has registered.
     fn part(&self, payload: *const u8, len: usize) -> Option<Part> {
         self.offering.as_ref().and_then(|_| self.lane.card.block(payload, len))

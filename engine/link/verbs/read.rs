@@ -126,6 +126,7 @@ fn ports(context: &Context<'_>, count: u8) -> Vec<Port> {
                 mtu: Mtu(port.active_mtu),
                 max_mtu: Mtu(port.max_mtu),
                 max_message: port.max_msg_sz,
+                rate: (port.active_width, port.active_speed),
                 gids: of_port(number)?,
             })
         });

@@ -71,21 +71,25 @@ impl Receiving {
         let is_reached = |hello: &Hello| card.second().is_some_and(|second| second.reaches(&hello.gid));
         let second = card.second().zip(other.second.filter(is_reached));
         let (wanted, _) = slots_for(card, &other.first, second)?;
-        let area = card.area(wanted, second.is_some())?;
+        let mut area = card.area(wanted, second.is_some())?;
         // Without slots, or without its own registration of the area, the second port cannot be used.
         let second = second.filter(|_| area.of_lane(1).is_some());
         let (_, max_message) = slots_for(card, &other.first, second)?;
         // A narrow link takes no offers, as what cannot be READ to its place is READ to a slot; nor does a link on which a READ is more than a message.
         let can_read = area.slots > 0 && max_message as usize >= SLOT;
         first.connect(&other.first, can_read)?;
-        let connected = |(card, hello): (&Arc<Card>, Hello)| {
-            let mut lane = ReceiveLane::new(card)?;
-            lane.connect(&hello, can_read).map(|()| lane)
-        };
         let second = second.and_then(|(card, hello)| {
-            let told = |error: &Error| card.cannot_reach(&hello, error.to_string());
-            connected((card, hello)).inspect_err(told).ok()
+            let alone = |error: &Error| {
+                tracing::debug!(peer, %error, "a link over RDMA goes by the first port alone");
+            };
+            let mut lane = ReceiveLane::new(card).inspect_err(alone).ok()?;
+            let given_up = |error: &Error| card.give_up(&hello, error.to_string());
+            lane.connect(&hello, can_read).inspect_err(given_up).ok()?;
+            Some(lane)
         });
+        if second.is_none() {
+            area.end_second();
+        }
         let lanes = Lanes { first, second };
         Ok(Receiving {
             peer,
@@ -276,7 +280,9 @@ impl Receiving {
     /// Returns, once, that the link broke. Also asks whether a device has reported a failure, after which completions may never come.
     pub(super) fn take_break(&mut self) -> Option<Break> {
         for at in 0..self.lanes.len() {
-            if let Some(problem) = self.lanes[at].lane.pair.problem() {
+            if !self.lanes[at].is_given_up
+                && let Some(problem) = self.lanes[at].lane.pair.problem()
+            {
                 self.break_off(at, problem);
             }
         }
@@ -291,11 +297,16 @@ impl Receiving {
 
     fn break_off(&mut self, at: usize, problem: String) {
         if at > 0 && !self.lanes[at].is_used {
-            tracing::debug!(
-                peer = self.peer,
-                problem,
-                "the second port of a link over RDMA failed, and is not used"
-            );
+            let lane = &mut self.lanes[at];
+            if !std::mem::replace(&mut lane.is_given_up, true) {
+                tracing::debug!(
+                    peer = self.peer,
+                    problem,
+                    "the second port of a link over RDMA failed before it was used"
+                );
+                // A sender that comes to use this lane all the same finds it failed, and says so.
+                lane.lane.pair.fail();
+            }
         } else if !self.is_broken {
             self.is_broken = true;
             tracing::debug!(peer = self.peer, problem, "a link over RDMA broke while receiving");

@@ -131,10 +131,9 @@ impl Sending {
         let Some((lane, hello)) = self.lanes.second.as_mut().zip(other.second) else { return Ok(()) };
         lane.agree(&hello).map_err(wrong)?;
         let card = lane.lane.card.clone();
-        if !card.reaches(&hello.gid) {
-            self.lanes.second = None;
-        } else if let Err(problem) = lane.connect_and_try(&hello) {
-            card.cannot_reach(&hello, problem);
+        let given_up = |error: &Error| card.give_up(&hello, error.to_string());
+        let is_connected = card.reaches(&hello.gid) && lane.connect(&hello).inspect_err(given_up).is_ok();
+        if !is_connected || lane.start_trial(granted).is_err() {
             self.lanes.second = None;
         }
         Ok(())
@@ -208,9 +207,9 @@ impl Sending {
     /// The trial of the second lane is over.
     fn end_trial(&mut self, completion: &IbvWc) {
         let Some(lane) = &mut self.lanes.second else { return };
-        if let Err(problem) = lane.end_trial(completion) {
+        if !lane.end_trial(completion) {
             if !self.is_revoked && self.broken_at.is_none() {
-                lane.lane.cannot_reach(problem);
+                lane.lane.has_failed_trial(completion);
             }
             self.lanes.second = None;
         }
@@ -236,7 +235,14 @@ impl Sending {
     /// Breaks the link off because a call of the library failed, or because a device has reported a failure. Nobody knows what the devices still read
     /// until the queue pairs are destroyed.
     pub(super) fn lose(&mut self, at: usize, problem: impl ToString) {
-        self.break_off(at, problem.to_string());
+        let problem = problem.to_string();
+        // A second lane that is still on trial carries nothing: the link goes on without it.
+        if at > 0 && self.lanes.second.as_ref().is_some_and(|second| !second.is_proven) {
+            tracing::debug!(peer = self.peer, problem, "a link over RDMA goes by the first port alone");
+            self.lanes.second = None;
+            return;
+        }
+        self.break_off(at, problem);
         if self.destroy() {
             self.large = None;
             for frame in self.credits.gone()..self.credits.posted() {

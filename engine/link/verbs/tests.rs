@@ -42,6 +42,7 @@ fn ethernet(gids: Vec<Gid>) -> Found {
         mtu,
         max_mtu: mtu,
         max_message: 1 << 30,
+        rate: (2, 32),
         gids,
     }
 }
@@ -174,16 +175,39 @@ fn all_active_ports_are_taken_those_near_the_other_ranks_first() {
     assert_eq!(taken(&chosen(&facts).unwrap()), ["mlx5_0:1 4", "mlx5_1:1 1"]);
     let near = chosen_by(&facts, "", "", &["10.3.0.1"]).unwrap();
     assert_eq!(taken(&near), ["mlx5_1:1 1", "mlx5_0:1 4"]);
-    // Where nothing else decides, those come first that are near to where this process runs.
-    let far = Facts {
-        devices: vec![Device { is_far: true, ..facts.devices[0].clone() }, facts.devices[1].clone()],
-        ..facts.clone()
-    };
-    assert_eq!(taken(&chosen(&far).unwrap()), ["mlx5_1:1 1", "mlx5_0:1 4"]);
-    assert_eq!(taken(&chosen_by(&far, "", "", &["10.0.0.1"]).unwrap()), ["mlx5_0:1 4", "mlx5_1:1 1"]);
     // Ports that the user has named stay in the user's order.
     let named = chosen_by(&facts, "mlx5_0, mlx5_1:1", "", &["10.3.0.1"]).unwrap();
     assert_eq!(taken(&named), ["mlx5_0:1 4", "mlx5_1:1 1"]);
+}
+
+#[test]
+fn the_second_port_is_as_fast_as_the_first_and_near_to_where_this_process_runs() {
+    let port = |index, address, interface| ethernet(vec![gid(index, GidType::ROCE_V2, address, interface)]);
+    let card = |name: &str, port: Found| device(name, [port]);
+    let first = card("mlx5_0", port(1, "10.0.0.1", 2));
+    let used = |others: Vec<Device>, named: &str| {
+        let devices = std::iter::once(Device { is_far: true, ..first.clone() }).chain(others);
+        let rdma = chosen_by(&host(devices), named, "", &["10.0.0.1"]).unwrap();
+        taken(&rdma)[..rdma.used].to_vec()
+    };
+    let second = card("mlx5_1", port(1, "10.3.0.1", 3));
+    assert_eq!(used(vec![second.clone()], ""), ["mlx5_0:1 1", "mlx5_1:1 1"]);
+    // Of two, the near one; the first stays the first, though it is far.
+    let far = Device { is_far: true, ..second.clone() };
+    let third = card("mlx5_2", port(2, "192.168.1.1", 4));
+    assert_eq!(used(vec![far, third], ""), ["mlx5_0:1 1", "mlx5_2:1 2"]);
+    // One that is slower, one of the other kind, and one whose address is none of this process's.
+    let slow = card("mlx5_1", Found { rate: (1, 1), ..port(1, "10.3.0.1", 3) });
+    let foreign = card("mlx5_1", port(1, "10.9.0.1", 9));
+    for other in [slow, card("mlx5_1", infiniband()), foreign.clone()] {
+        let devices = [first.clone(), other];
+        let rdma = chosen_by(&host(devices), "", "", &["10.0.0.1"]).unwrap();
+        assert_eq!(rdma.used, 1, "{:?}", taken(&rdma));
+    }
+    assert_eq!(used(vec![foreign], "mlx5_0,mlx5_1"), ["mlx5_0:1 1", "mlx5_1:1 1"]);
+    // Both cards' memory has to be locked.
+    let limited = Facts { locked: Locked::UpTo(100 << 20), ..host([first.clone(), second]) };
+    assert_eq!(chosen(&limited).unwrap().used, 1);
 }
 
 #[test]
@@ -396,6 +420,7 @@ fn what_hosts_say_at_random_makes_a_choice_or_an_error_and_no_panic() {
     );
     let port = (0u32..7, 0u8..4, 0u32..8, 0u32..8, 0u32..3, prop::collection::vec(gid, 0..5)).prop_map(
         |(state, layer, mtu, max_mtu, max_message, gids)| Found {
+            rate: (2, 32),
             state: PortState(state),
             layer: LinkLayer(layer),
             mtu: Mtu(mtu),
