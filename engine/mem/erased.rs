@@ -6,6 +6,8 @@ use std::cell::RefCell;
 use std::mem::{ManuallyDrop, MaybeUninit};
 use std::sync::Arc;
 
+use parking_lot::Mutex;
+
 /// The input and output that an operation owns. In-place operations have only an output.
 pub(crate) struct Parts<I, O> {
     pub(crate) input: I,
@@ -22,8 +24,9 @@ struct Block {
     also: Option<Arc<dyn Any + Send + Sync>>,
 }
 
-/// How many free blocks a thread keeps.
-const SPARE: usize = 64;
+/// How many free blocks a thread keeps for itself, and how many all threads together keep besides.
+const OWN: usize = 8;
+const SHARED: usize = 4096;
 
 thread_local! {
     /// Free blocks. A thread that submits operations and takes their outcomes uses the same ones again and again.
@@ -31,22 +34,35 @@ thread_local! {
     static FREE: RefCell<Vec<Box<Block>>> = const { RefCell::new(Vec::new()) };
 }
 
+/// Free blocks of threads that give back more than they get, as the progress thread does with what users have let go of. The lock is only tried: in a
+/// forked child nobody may be left to release it.
+#[expect(clippy::vec_box, reason = "as above")]
+static SPARE: Mutex<Vec<Box<Block>>> = Mutex::new(Vec::new());
+
 impl Block {
     fn get() -> Box<Block> {
-        let spare = FREE.try_with(|free| free.borrow_mut().pop()).ok().flatten();
-        spare.unwrap_or_else(|| Box::new(Block { storage: [MaybeUninit::uninit(); WORDS], also: None }))
+        let own = FREE.try_with(|free| free.borrow_mut().pop()).ok().flatten();
+        let spare = || SPARE.try_lock().and_then(|mut spare| spare.pop());
+        let new = || Box::new(Block { storage: [MaybeUninit::uninit(); WORDS], also: None });
+        own.or_else(spare).unwrap_or_else(new)
     }
 
     /// Keeps a block whose storage holds nothing any more.
     fn give_back(self: Box<Self>) {
-        let kept = |free: &RefCell<Vec<Box<Block>>>| {
+        let mut block = Some(self);
+        // A thread that ends has no such list any more.
+        let _ = FREE.try_with(|free| {
             let mut free = free.borrow_mut();
-            if free.len() < SPARE {
-                free.push(self);
+            if free.len() < OWN {
+                free.extend(block.take());
             }
-        };
-        // A thread that ends has no such list any more: then the block is freed.
-        let _ = FREE.try_with(kept);
+        });
+        if block.is_some()
+            && let Some(mut spare) = SPARE.try_lock()
+            && spare.len() < SHARED
+        {
+            spare.extend(block.take());
+        }
     }
 
     fn at(&mut self) -> *mut u8 {
