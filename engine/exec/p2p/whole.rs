@@ -33,10 +33,13 @@ impl Drop for Counted {
         if self.1.lock().is_on_stream {
             return;
         }
-        let (path, state) = (self.0.clone(), self.1.clone());
-        // By a command, so that it comes behind one that is giving the batch to the library now.
+        // By a command, so that it comes behind one that is giving the batch to the library now. It does not keep the path, which keeps the commands: a
+        // communicator that is over may run none any more.
+        let (path, state) = (Arc::downgrade(&self.0), self.1.clone());
         self.0.commands.put_always(move || {
-            if std::mem::take(&mut state.lock().will_wait) {
+            if std::mem::take(&mut state.lock().will_wait)
+                && let Some(path) = path.upgrade()
+            {
                 path.stream.waits_now();
             }
         });
