@@ -200,15 +200,19 @@ impl DeviceOp {
         ours.starts(number, self.start(), self.folds.own_work_is_lent && !self.is_for_all());
         let operation = self.clone();
         ours.commands.put(move || {
-            operation.binding.ours.takes(number);
+            let ours = &operation.binding.ours;
             if operation.input.is_some() {
-                return Ok(()); // whatever is put on a stream first will wait for the word
+                // Whatever is put on a stream first will wait for the word. The driver is not called for that here, so it cannot block.
+                ours.takes(number);
+                return Ok(());
             }
             let mut after = operation.after.iter().filter(|_| kept(Wait::After));
             let ordered = after.try_for_each(|event| operation.stream().wait_event(event));
             operation.waits_for_its_input();
             ordered?;
-            operation.binding.ours.begins(number)?;
+            ours.begins(number)?;
+            // Not earlier: while the driver blocks in one of these calls, it has not taken the operation.
+            ours.takes(number);
             operation.copied.iter().try_for_each(|copied| copied.fill(operation.stream()))
         });
         Ok(())
@@ -421,7 +425,7 @@ impl DeviceOp {
         self.binding.ours.shows(self.start()) || self.binding.ours.is_told_begun(self.number())
     }
 
-    /// Whether the command that gives its first work to the driver has been begun. Calls no driver.
+    /// Whether the driver has taken its first work: the waits for this rank's inputs, unless these have a word of their own. Calls no driver.
     pub(crate) fn is_taken(&self) -> bool {
         self.binding.ours.has_put(self.number())
     }
@@ -429,9 +433,15 @@ impl DeviceOp {
     /// Whether the ranks in other processes have all called it, and this rank's inputs are missing though its first work [is taken](Self::is_taken).
     pub(crate) fn lacks_inputs(&self) -> bool {
         let Some(far) = &self.binding.far else { return false };
+    /// Work that the driver does not take although nothing on the rank's stream waits for inputs is the driver's fault: then the answer is no.
         // The loans are given back once the command for the kernel is appended. When that is carried out, `waits_for_all` tells the same.
         let all_have_called = far.all_have_lent() || self.waits_for_all.load(Ordering::Relaxed);
-        all_have_called && self.is_taken() && !self.has_inputs()
+        all_have_called && if self.is_taken() { !self.has_inputs() } else { self.is_behind_inputs() }
+    }
+
+    /// Whether this rank's inputs of the operation before are missing. While they are, the rank's stream may be full, and then the driver blocks.
+    fn is_behind_inputs(&self) -> bool {
+        self.number().checked_sub(1).is_some_and(|before| self.binding.ours.is_late(before))
     }
 
     /// The ranks in other processes that lend memory for it, but whose inputs are not there.

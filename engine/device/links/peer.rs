@@ -190,7 +190,7 @@ impl PeerDevice {
         Some(self.words.as_ref().ok()?.wait(which, value))
     }
 
-    /// Called in a command: notes that the driver is given the first work of this operation now.
+    /// Called in a command: notes that the driver has taken the first work of this operation.
     pub(crate) fn takes(&self, number: u64) {
         self.put.fetch_max(number + 1, Ordering::AcqRel);
     }
