@@ -16,7 +16,7 @@ use crate::device::{Device, DeviceStream};
 use crate::error::{Error, Members};
 use crate::exec::Endpoint;
 use crate::group::nonce;
-use crate::types::Rank;
+use crate::types::{Rank, mix};
 
 const CALL: &str = "bind_device";
 
@@ -199,7 +199,10 @@ impl SharedComm {
             None => stream,
         };
         let ours = stream.and_then(|stream| {
-            let device = PeerDevice::new(stream, endpoint.commands.clone(), (self.rank(), n), config.comm);
+            // The process may have communicators of the same number in several worlds.
+            let worlds = u64::from_le_bytes(*world.topology.world.first_chunk().unwrap_or(&[0; 8]));
+            let comm = mix(worlds, config.comm);
+            let device = PeerDevice::new(stream, endpoint.commands.clone(), (self.rank(), n), comm);
             Ok((Arc::new(device), nonce()?))
         });
         let group = Group { config, topology: &world.topology };

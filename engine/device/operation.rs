@@ -135,7 +135,7 @@ impl DeviceOp {
         };
         // If no way can be made, this operation may hold up another communicator's collective until the deadline.
         let is_in_a_chain = streams.iter().any(DeviceStream::is_waiting);
-        let mut will_wait = if is_in_a_chain { binding.work_on(&folds) } else { Vec::new() };
+        let mut will_wait = if is_in_a_chain { binding.work_on(&folds, input.is_some()) } else { Vec::new() };
         if is_in_a_chain && !binding.ours.make_way(will_wait.iter(), false) {
             will_wait.clear();
         }

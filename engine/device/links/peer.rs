@@ -87,7 +87,7 @@ pub(crate) struct PeerDevice {
 }
 
 impl PeerDevice {
-    /// For rank `rank` of a communicator that has `size` ranks and the number `comm`.
+    /// For rank `rank` of a communicator that has `size` ranks, and a number `comm` that no other communicator of this process has.
     pub(crate) fn new(
         stream: DeviceStream,
         commands: Arc<Commands>,
