@@ -134,7 +134,7 @@ impl SharedComm {
     async fn bind_by_nccl(&self, device: &Device) -> Result<DevicePath, Error> {
         let library = NcclLibrary::find();
         // NCCL keeps the driver's handle of the stream, so the engine must not replace it by another, as it may with `of_a_rank`.
-        let stream = library.as_ref().map_err(Clone::clone).and_then(|_| DeviceStream::high_priority(device));
+        let stream = library.as_ref().map_err(Clone::clone).and_then(|_| DeviceStream::of_the_engine(device));
         self.bind(stream, library.as_ref().ok().map(|library| library as &dyn Library)).await
     }
 
