@@ -8,6 +8,7 @@ use super::reach::{Group, Heard, ROW, Reached, heard};
 use super::world::NcclUse;
 use crate::device::carriers::{self, BoundTo};
 use crate::device::links::ipc::Far;
+use crate::device::links::offer::Offer;
 use crate::device::links::peer::PeerDevice;
 use crate::device::nccl::NcclLibrary;
 use crate::device::operation::Binding;
@@ -224,6 +225,7 @@ impl SharedComm {
         let Reached { all, offers, cards } = reached;
         let mut far = None;
         if all.iter().any(Option::is_none) {
+            offers.iter().flatten().for_each(Offer::is_told);
             let cards = self.step().all_to_all(cards).await?;
             // If the driver refuses to open a peer's memory, the devices cannot reach each other: the processes are in two containers, say.
             let opened = group.open(&device, keep.clone(), &rows, (&offers, &cards));
