@@ -41,7 +41,7 @@ pub(crate) use inputs::Blocked;
 /// An operation that devices run.
 pub(crate) struct DeviceOp {
     pub(crate) binding: Arc<Binding>,
-    /// Its number among the communicator's collectives.
+    /// Its number among this rank's operations on devices in the communicator; all ranks give it the same.
     number: OnceLock<u64>,
     /// Whether one launch folds it for all ranks (`one_launch.rs`). Known with the number.
     is_for_all: OnceLock<bool>,
@@ -161,8 +161,10 @@ impl DeviceOp {
         })
     }
 
-    /// Called when it is submitted, with its number among the communicator's collectives.
-    pub(crate) fn submitted(&self, number: u64) {
+    /// Called when it is submitted, under the lock of the endpoint's table: gets its number. Collectives on the host are not counted here. They write
+    /// no words, and after very many of them a word that shows the last operation's number, modulo 2^32, would seem to show the next one's.
+    pub(crate) fn submitted(&self) {
+        let number = self.binding.ours.next_call();
         let _ = self.number.set(number);
         let _ = self.is_for_all.set(self.binding.ours.arrivals.is_for_all(number, self.folds.may_be_for_all));
         self.binding.ours.called(number);
@@ -431,9 +433,9 @@ impl DeviceOp {
     }
 
     /// Whether the ranks in other processes have all called it, and this rank's inputs are missing though its first work [is taken](Self::is_taken).
+    /// Work that the driver does not take although nothing on the rank's stream waits for inputs is the driver's fault: then the answer is no.
     pub(crate) fn lacks_inputs(&self) -> bool {
         let Some(far) = &self.binding.far else { return false };
-    /// Work that the driver does not take although nothing on the rank's stream waits for inputs is the driver's fault: then the answer is no.
         // The loans are given back once the command for the kernel is appended. When that is carried out, `waits_for_all` tells the same.
         let all_have_called = far.all_have_lent() || self.waits_for_all.load(Ordering::Relaxed);
         all_have_called && if self.is_taken() { !self.has_inputs() } else { self.is_behind_inputs() }

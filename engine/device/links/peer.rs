@@ -326,7 +326,7 @@ impl PeerDevice {
         }
     }
 
-    /// The number of the next operation that this rank calls.
+    /// The number of the next operation on devices that this rank calls.
     pub(crate) fn next_call(&self) -> u64 {
         self.called.load(Ordering::Acquire)
     }
