@@ -8,6 +8,7 @@ use super::reach::{Group, Heard, ROW, Reached, heard};
 use super::world::NcclUse;
 use crate::device::carriers::{self, BoundTo};
 use crate::device::links::ipc::Far;
+use crate::device::links::offer::Offer;
 use crate::device::links::peer::PeerDevice;
 use crate::device::nccl::NcclLibrary;
 use crate::device::operation::Binding;
@@ -16,7 +17,7 @@ use crate::device::{Device, DeviceStream};
 use crate::error::{Error, Members};
 use crate::exec::Endpoint;
 use crate::group::nonce;
-use crate::types::Rank;
+use crate::types::{Rank, mix};
 
 const CALL: &str = "bind_device";
 
@@ -134,7 +135,7 @@ impl SharedComm {
     async fn bind_by_nccl(&self, device: &Device) -> Result<DevicePath, Error> {
         let library = NcclLibrary::find();
         // NCCL keeps the driver's handle of the stream, so the engine must not replace it by another, as it may with `of_a_rank`.
-        let stream = library.as_ref().map_err(Clone::clone).and_then(|_| DeviceStream::high_priority(device));
+        let stream = library.as_ref().map_err(Clone::clone).and_then(|_| DeviceStream::of_the_engine(device));
         self.bind(stream, library.as_ref().ok().map(|library| library as &dyn Library)).await
     }
 
@@ -199,7 +200,10 @@ impl SharedComm {
             None => stream,
         };
         let ours = stream.and_then(|stream| {
-            let device = PeerDevice::new(stream, endpoint.commands.clone(), (self.rank(), n), config.comm);
+            // The process may have communicators of the same number in several worlds.
+            let worlds = u64::from_le_bytes(*world.topology.world.first_chunk().unwrap_or(&[0; 8]));
+            let comm = mix(worlds, config.comm);
+            let device = PeerDevice::new(stream, endpoint.commands.clone(), (self.rank(), n), comm);
             Ok((Arc::new(device), nonce()?))
         });
         let group = Group { config, topology: &world.topology };
@@ -221,6 +225,7 @@ impl SharedComm {
         let Reached { all, offers, cards } = reached;
         let mut far = None;
         if all.iter().any(Option::is_none) {
+            offers.iter().flatten().for_each(Offer::is_told);
             let cards = self.step().all_to_all(cards).await?;
             // If the driver refuses to open a peer's memory, the devices cannot reach each other: the processes are in two containers, say.
             let opened = group.open(&device, keep.clone(), &rows, (&offers, &cards));

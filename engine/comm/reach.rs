@@ -4,7 +4,8 @@ use std::sync::Arc;
 
 use super::links::Topology;
 use crate::device::DeviceBuf;
-use crate::device::links::ipc::{CARD, Far, FarPeer, FarRings, Offer};
+use crate::device::links::ipc::{Far, FarPeer, FarRings};
+use crate::device::links::offer::{CARD, Offer, Offered};
 use crate::device::links::peer::PeerDevice;
 use crate::device::nccl::LEAVE_TO_SHARE;
 use crate::device::whole::{Library, Sharing};
@@ -196,7 +197,8 @@ impl Group<'_> {
             let offer = || {
                 let named = ours.stream.export(keep, probe.as_ptr(), 1)?;
                 let nameless = || Error::system("share device memory", "the pool has lost it (a bug)");
-                Offer::new(&ours.stream, &self.config.region, &named.ok_or_else(nameless)?)
+                let exit = self.config.opener.exit(rank);
+                Offer::new(&ours.stream, &self.config.region, &named.ok_or_else(nameless)?, exit)
             };
             match offer() {
                 Ok(offer) => {
@@ -218,30 +220,33 @@ impl Group<'_> {
         rows: &[Row],
         (offers, cards): (&[Option<Offer>], &[u8]),
     ) -> Result<Far, String> {
-        let (links, mut peers, mut rings) = (&self.config.opener, Vec::new(), Vec::new());
-        let named = self.config.named();
-        for (rank, (offer, row)) in offers.iter().zip(rows).enumerate() {
-            let why = |error: Error| format!("{}: {error}", named.rank(rank));
-            let mut region = None;
+        let (links, mut all, mut rings) = (&self.config.opener, Vec::new(), Vec::new());
+        let named = &self.config.named();
+        let why = |rank| move |error: Error| format!("{}: {error}", named.rank(rank));
+        // All that was offered is read first: if one offer cannot be opened, all ranks see that their offers are not used.
+        for (rank, offer) in offers.iter().enumerate() {
+            let mut offered = None;
             if rank != self.config.rank {
-                let to = links.device_place(rank, false).map_err(why)?;
-                let from = links.device_place(rank, true).map_err(why)?;
+                let to = links.device_place(rank, false).map_err(why(rank))?;
+                let from = links.device_place(rank, true).map_err(why(rank))?;
                 let (Some(to), Some(from)) = (to, from) else {
                     return Err(format!("{} has no rings here (a bug)", named.rank(rank)));
                 };
-                region = Some(from.region.clone());
+                if let Some(offer) = offer {
+                    let card = cards.get(rank * CARD..(rank + 1) * CARD).unwrap_or_default();
+                    let theirs = Offered::new(rank, from.region.clone(), card);
+                    offered = Some((offer, theirs.map_err(why(rank))?));
+                }
                 rings.push(FarRings { rank, to, from });
             }
-            peers.push(match offer.as_ref().zip(region) {
-                None => None,
-                Some((offer, region)) => {
-                    let card = cards.get(rank * CARD..(rank + 1) * CARD).unwrap_or_default();
-                    let exit = links.exit(rank);
-                    let peer = FarPeer::new(&ours.stream, rank, row.process, &region, exit, offer, card);
-                    Some(Arc::new(peer.map_err(why)?))
-                }
-            });
+            all.push(offered);
         }
+        let open = |((rank, row), offered): ((Rank, &Row), Option<(&Offer, Offered)>)| {
+            let Some((offer, offered)) = offered else { return Ok(None) };
+            let peer = FarPeer::new(&ours.stream, row.process, links.exit(rank), offer, offered);
+            peer.map(|peer| Some(Arc::new(peer))).map_err(why(rank))
+        };
+        let peers = rows.iter().enumerate().zip(all).map(open).collect::<Result<_, _>>()?;
         Far::new(peers, keep, rings).map_err(|error| error.to_string())
     }
 }

@@ -12,7 +12,7 @@ use super::stream::DeviceEvent;
 use crate::types::{Rank, Signature};
 
 /// Some words are written only by operations of some kinds. So of `2 * REFRESH` operations on devices at least one writes all words: no word falls
-/// behind by half of the range of its 32-bit numbers, which are compared modulo 2^32. (Operations on the host are numbered, too, but write no words.)
+/// behind by half of the range of its 32-bit numbers, which are compared modulo 2^32. (Operations on the host write no words, and do not count.)
 pub(crate) const REFRESH: u64 = 1 << 28;
 
 /// Called when the launch is on rank 0's stream. If others than the ranks may put work there, too, it gets the event behind the launch.
@@ -21,7 +21,7 @@ pub(crate) type IsPut = Box<dyn FnOnce(Option<&DeviceEvent>) + Send>;
 /// What a rank brings to an operation that one launch folds for all ranks.
 pub(crate) struct Arrival {
     pub(crate) rank: Rank,
-    /// The operation's number among the communicator's collectives, as this rank counts them.
+    /// The operation's number among the communicator's operations on devices, as this rank counts them.
     pub(crate) number: u64,
     pub(crate) signature: Signature,
     /// Addresses on the device: where this rank's input is, and where its result goes.

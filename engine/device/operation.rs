@@ -41,7 +41,7 @@ pub(crate) use inputs::Blocked;
 /// An operation that devices run.
 pub(crate) struct DeviceOp {
     pub(crate) binding: Arc<Binding>,
-    /// Its number among the communicator's collectives.
+    /// Its number among this rank's operations on devices in the communicator; all ranks give it the same.
     number: OnceLock<u64>,
     /// Whether one launch folds it for all ranks (`one_launch.rs`). Known with the number.
     is_for_all: OnceLock<bool>,
@@ -135,7 +135,7 @@ impl DeviceOp {
         };
         // If no way can be made, this operation may hold up another communicator's collective until the deadline.
         let is_in_a_chain = streams.iter().any(DeviceStream::is_waiting);
-        let mut will_wait = if is_in_a_chain { binding.work_on(&folds) } else { Vec::new() };
+        let mut will_wait = if is_in_a_chain { binding.work_on(&folds, input.is_some()) } else { Vec::new() };
         if is_in_a_chain && !binding.ours.make_way(will_wait.iter(), false) {
             will_wait.clear();
         }
@@ -161,8 +161,10 @@ impl DeviceOp {
         })
     }
 
-    /// Called when it is submitted, with its number among the communicator's collectives.
-    pub(crate) fn submitted(&self, number: u64) {
+    /// Called when it is submitted, under the lock of the endpoint's table: gets its number. Collectives on the host are not counted here. They write
+    /// no words, and after very many of them a word that shows the last operation's number, modulo 2^32, would seem to show the next one's.
+    pub(crate) fn submitted(&self) {
+        let number = self.binding.ours.next_call();
         let _ = self.number.set(number);
         let _ = self.is_for_all.set(self.binding.ours.arrivals.is_for_all(number, self.folds.may_be_for_all));
         self.binding.ours.called(number);
@@ -200,15 +202,19 @@ impl DeviceOp {
         ours.starts(number, self.start(), self.folds.own_work_is_lent && !self.is_for_all());
         let operation = self.clone();
         ours.commands.put(move || {
-            operation.binding.ours.takes(number);
+            let ours = &operation.binding.ours;
             if operation.input.is_some() {
-                return Ok(()); // whatever is put on a stream first will wait for the word
+                // Whatever is put on a stream first will wait for the word. The driver is not called for that here, so it cannot block.
+                ours.takes(number);
+                return Ok(());
             }
             let mut after = operation.after.iter().filter(|_| kept(Wait::After));
             let ordered = after.try_for_each(|event| operation.stream().wait_event(event));
             operation.waits_for_its_input();
             ordered?;
-            operation.binding.ours.begins(number)?;
+            ours.begins(number)?;
+            // Not earlier: while the driver blocks in one of these calls, it has not taken the operation.
+            ours.takes(number);
             operation.copied.iter().try_for_each(|copied| copied.fill(operation.stream()))
         });
         Ok(())
@@ -421,17 +427,23 @@ impl DeviceOp {
         self.binding.ours.shows(self.start()) || self.binding.ours.is_told_begun(self.number())
     }
 
-    /// Whether the command that gives its first work to the driver has been begun. Calls no driver.
+    /// Whether the driver has taken its first work: the waits for this rank's inputs, unless these have a word of their own. Calls no driver.
     pub(crate) fn is_taken(&self) -> bool {
         self.binding.ours.has_put(self.number())
     }
 
     /// Whether the ranks in other processes have all called it, and this rank's inputs are missing though its first work [is taken](Self::is_taken).
+    /// Work that the driver does not take although nothing on the rank's stream waits for inputs is the driver's fault: then the answer is no.
     pub(crate) fn lacks_inputs(&self) -> bool {
         let Some(far) = &self.binding.far else { return false };
         // The loans are given back once the command for the kernel is appended. When that is carried out, `waits_for_all` tells the same.
         let all_have_called = far.all_have_lent() || self.waits_for_all.load(Ordering::Relaxed);
-        all_have_called && self.is_taken() && !self.has_inputs()
+        all_have_called && if self.is_taken() { !self.has_inputs() } else { self.is_behind_inputs() }
+    }
+
+    /// Whether this rank's inputs of the operation before are missing. While they are, the rank's stream may be full, and then the driver blocks.
+    fn is_behind_inputs(&self) -> bool {
+        self.number().checked_sub(1).is_some_and(|before| self.binding.ours.is_late(before))
     }
 
     /// The ranks in other processes that lend memory for it, but whose inputs are not there.

@@ -21,6 +21,7 @@ use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 use allstream_sys::cuda::CudaError;
+use parking_lot::Mutex;
 
 use super::context::{Context, Line, Standing, Way, Ways};
 use super::signal::{DeviceSignal, Word};
@@ -123,6 +124,36 @@ enum Answer {
     Unknown,
 }
 
+/// Makes a stream for the kernels by which a library moves messages: each waits on the device for the other rank's kernel.
+///
+/// That other kernel may be behind anything that the other rank's device does, and that may wait for this device in turn. So the stream
+/// is to share no queue with the streams that collectives and copies run on, nor with `user`, on which the messages' buffers are filled.
+/// Streams are made until such a one is found, at most [`TRIES`]; then the last one is taken. From here on, streams that are to wait for a
+/// collective must not hold up this stream either.
+///
+/// The driver may wait for all work on the device before it makes a stream, and that work may wait for another rank's call. Such a call may need the
+/// locks of `probe` and of [`Context::ways`]: so neither is held while a stream is made.
+pub(crate) fn stream_apart(
+    probe: &Mutex<Result<Probe, Error>>,
+    line: &DeviceStream,
+    user: &DeviceStream,
+) -> Result<DeviceStream, Error> {
+    let device = line.device();
+    // Streams that share a queue are kept until the end, as the driver might give the next one the same queue.
+    let mut made = Vec::new();
+    loop {
+        let stream = DeviceStream::of_the_engine(&device)?;
+        let is_last = made.len() + 1 == TRIES;
+        // Without words nobody can find out which streams share a queue.
+        let is_taken =
+            probe.lock().as_mut().map_or(true, |probe| probe.is_for_messages(&stream, user, is_last));
+        if is_taken {
+            return Ok(stream);
+        }
+        made.push(stream);
+    }
+}
+
 /// Whether `way` is known to do new work while each of these streams waits.
 fn is_apart(way: Way, waits: &[DeviceStream]) -> bool {
     waits.iter().all(|waiting| waiting.0.standing.lock().apart.contains(&way.id))
@@ -149,38 +180,25 @@ impl Probe {
         }
     }
 
-    /// Makes a stream for the kernels by which a library moves messages: each waits on the device for the other rank's kernel.
-    ///
-    /// That other kernel may be behind anything that the other rank's device does, and that may wait for this device in turn. So the stream
-    /// is to share no queue with the streams that collectives and copies run on, nor with `user`, on which the messages' buffers are filled.
-    /// Streams are made until such a one is found, at most [`TRIES`]; then the last one is taken. Where another stream is too busy to answer,
-    /// it counts as one in another queue. From here on, streams that are to wait for a collective must not hold up this stream either.
-    pub(crate) fn stream_apart(
-        &mut self,
-        line: &DeviceStream,
-        user: &DeviceStream,
-    ) -> Result<DeviceStream, Error> {
-        let context = &line.0.context;
+    /// Takes `stream` as the one for messages if it shares no queue with the streams that collectives and copies run on, nor with `user`, or if
+    /// it `is_last`. Where another stream is too busy to answer, it counts as one in another queue. Returns whether it is taken.
+    fn is_for_messages(&mut self, stream: &DeviceStream, user: &DeviceStream, is_last: bool) -> bool {
+        let context = &stream.0.context;
         let mut ways = context.ways.lock();
         // Kept until the end, so that the stream of a communicator that closes meanwhile is not destroyed while it is asked.
         let lines = alive(&ways.lines);
         let mut others: Vec<Way> = lines.iter().map(|line| line.0.way()).collect();
         others.extend(context.copies_way());
-        others.push(user.0.way());
-        // Streams that share a queue are kept until the end, as the driver might give the next one the same queue.
-        let mut made = Vec::new();
-        loop {
-            let stream = DeviceStream::high_priority(&line.device())?;
-            made.push(stream.clone());
-            let is_apart = is_one() || others.iter().all(|other| !self.holds_up(context, &stream, *other));
-            if is_apart || made.len() == TRIES {
-                if !is_apart {
-                    tracing::debug!("the stream for messages shares a hardware queue on this device");
-                }
-                enter(&mut ways.lines, &stream);
-                return Ok(stream);
-            }
+        // A buffer of another device is refused later. Its stream has no queue here, and cannot be asked in this device's context.
+        others.extend(user.shares_device(stream).then(|| user.0.way()));
+        let is_apart = is_one() || others.iter().all(|other| !self.holds_up(context, stream, *other));
+        if is_last && !is_apart {
+            tracing::debug!("the stream for messages shares a hardware queue on this device");
         }
+        if is_apart || is_last {
+            enter(&mut ways.lines, stream);
+        }
+        is_apart || is_last
     }
 
     /// Whether `waiting` is seen to hold up `other`: `other` goes on only as soon as `waiting` does.

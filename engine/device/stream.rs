@@ -52,7 +52,13 @@ impl DeviceStream {
     /// # Errors
     /// [`Error::Cuda`].
     pub fn high_priority(device: &Device) -> Result<DeviceStream, Error> {
-        DeviceStream::make(device, Owner::Ours, |_least, greatest| greatest).map(DeviceStream::made_a_callers)
+        DeviceStream::of_the_engine(device).map(DeviceStream::made_a_callers)
+    }
+
+    /// The same for the engine's own use: no rank makes its input there. Unlike a stream [of a rank](Self::of_a_rank) it keeps its `CUstream`,
+    /// which a library may have.
+    pub(crate) fn of_the_engine(device: &Device) -> Result<DeviceStream, Error> {
+        DeviceStream::make(device, Owner::Ours, |_least, greatest| greatest)
     }
 
     /// The same for a rank's part of collectives: nobody else puts anything on this stream.

@@ -260,12 +260,23 @@ impl Entry {
         }
     }
 
-    fn end(self, outcome: Outcome) {
-        if let Some(notifier) = self.notifier {
-            self.what.context().give_back(notifier, !matches!(outcome, Outcome::Unknown(_)));
+    /// Tells how the wait ended: calls `then` with this outcome. `None`: nobody need be told, so `then` is only dropped.
+    fn end(self, outcome: Option<Outcome>) {
+        let Entry { what, notifier, then, _busy, .. } = self;
+        if let Some(notifier) = notifier {
+            let is_free = !matches!(outcome, Some(Outcome::Unknown(_)));
+            what.context().give_back(notifier, is_free);
         }
-        // `then` may call a runtime's waker, and drop what is a user's: a panic in these must not end the thread.
-        if catch_unwind(AssertUnwindSafe(|| (self.then)(outcome))).is_err() {
+        let told = outcome.is_some();
+        let tell = move || match outcome {
+            Some(outcome) => then(outcome),
+            None => drop(then),
+        };
+        // `then` may call a runtime's waker. Both may have the last handle of what is a user's, such as the owner of a stream, and drop it. Whoever
+        // waits for device work needs this thread: a panic of a user's code (which stderr reports) ends here.
+        let panicked = catch_unwind(AssertUnwindSafe(tell)).is_err();
+        let _ = catch_unwind(AssertUnwindSafe(|| drop(what)));
+        if told && panicked {
             tracing::error!("a function that was to be called after work on a device panicked");
         }
     }
@@ -286,10 +297,11 @@ impl Waiter {
         loop {
             for (token, entry) in self.due(&mut clock) {
                 if entry.is_past() {
+                    entry.end(None);
                     continue;
                 }
                 match entry.ask() {
-                    Some(outcome) => entry.end(outcome),
+                    Some(outcome) => entry.end(Some(outcome)),
                     None => {
                         self.state.lock().entries.insert(token, entry);
                     }

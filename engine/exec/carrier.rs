@@ -148,7 +148,8 @@ pub(crate) trait Carrier: Send + Sync {
         false
     }
 
-    /// Whether all ranks have called the operation, and it waits for this rank's own inputs on the device. The time limit counts once these are there.
+    /// Whether all ranks have called the operation, and it waits on the device for this rank's own inputs, or for those of the operation before it.
+    /// The time limit counts once these are there.
     fn lacks_inputs(&self) -> bool {
         false
     }

@@ -1,7 +1,7 @@
 //! Faults planted on purpose, for this repository's own tests.
 
 use std::cell::Cell;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
 use parking_lot::Mutex;
 
@@ -140,6 +140,17 @@ pub fn fold_between_processes_from(bytes: usize) {
 
 pub(crate) fn folded_between_processes_from() -> Option<usize> {
     Some(FOLDED_FAR.load(Ordering::Relaxed)).filter(|bytes| *bytes < usize::MAX)
+}
+
+static CALLED: AtomicU64 = AtomicU64::new(0);
+
+/// Communicators that are made from now on count their collectives from `calls` on, as if so many had been called before: all on host memory.
+pub fn called_before(calls: u64) {
+    CALLED.store(calls, Ordering::Relaxed);
+}
+
+pub(crate) fn calls_before() -> u64 {
+    CALLED.load(Ordering::Relaxed)
 }
 
 static STREAMED: AtomicBool = AtomicBool::new(false);

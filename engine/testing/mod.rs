@@ -37,8 +37,8 @@ pub(crate) mod worker;
 #[cfg(any(test, feature = "testing"))]
 pub use self::{
     faults::{
-        Broken, Planted, fold_between_processes_from, fold_small, frames_of, launch_in_any_order,
-        lend_by_turns, plant, stream_small, with_queue_limit,
+        Broken, Planted, called_before, fold_between_processes_from, fold_small, frames_of,
+        launch_in_any_order, lend_by_turns, plant, stream_small, with_queue_limit,
     },
     late::hold_late_writes,
     pipe::piped,

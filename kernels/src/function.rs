@@ -37,10 +37,20 @@ pub struct Function<T: Element>(Arc<Inner<T>>);
 
 type Fold<T> = dyn Fn(&mut [T], &[T]) + Send + Sync;
 
-struct Inner<T> {
+struct Inner<T: Element> {
     name: String,
     commutes: bool,
-    f: Box<Fold<T>>,
+    /// `None` only while this is being dropped.
+    f: Option<Box<Fold<T>>>,
+}
+
+impl<T: Element> Drop for Inner<T> {
+    /// The last to have the function may be a thread that drives operations, and that many wait for. So a panic in the drop of what the function
+    /// has captured (which stderr reports) ends here.
+    fn drop(&mut self) {
+        let f = self.f.take();
+        let _ = catch_unwind(AssertUnwindSafe(|| drop(f)));
+    }
 }
 
 impl<T: Element> Function<T> {
@@ -49,7 +59,7 @@ impl<T: Element> Function<T> {
         name: impl Into<String>,
         f: impl Fn(&mut [T], &[T]) + Send + Sync + 'static,
     ) -> Function<T> {
-        Function(Arc::new(Inner { name: name.into(), commutes: true, f: Box::new(f) }))
+        Function(Arc::new(Inner { name: name.into(), commutes: true, f: Some(Box::new(f)) }))
     }
 
     /// A function for which the order of its operands matters: `left` comes from lower ranks than `right`. Algorithms
@@ -58,7 +68,7 @@ impl<T: Element> Function<T> {
         name: impl Into<String>,
         f: impl Fn(&mut [T], &[T]) + Send + Sync + 'static,
     ) -> Function<T> {
-        Function(Arc::new(Inner { name: name.into(), commutes: false, f: Box::new(f) }))
+        Function(Arc::new(Inner { name: name.into(), commutes: false, f: Some(Box::new(f)) }))
     }
 
     /// The name that ranks compare.
@@ -99,8 +109,9 @@ impl<T: Element> Combine for Inner<T> {
         if T::DTYPE == DType::Bool {
             return false;
         }
+        let Some(f) = &self.f else { return false };
         // SAFETY: the caller vouches for the buffers; every bit pattern is a valid T, as T is an Element and not bool.
-        unsafe { fold_with::<T>(&self.f, ins, outs, len) }
+        unsafe { fold_with::<T>(f, ins, outs, len) }
     }
 }
 
@@ -186,6 +197,25 @@ mod tests {
             bytes[1..].chunks_exact(4).all(|b| u32::from_ne_bytes([b[0], b[1], b[2], b[3]]) == 123)
         };
         assert!(all(&out) && all(&other));
+    }
+
+    #[test]
+    fn a_panic_in_the_drop_of_what_a_function_has_captured_ends_there() {
+        struct Panics;
+        impl Drop for Panics {
+            fn drop(&mut self) {
+                std::panic::panic_any("a drop of a test");
+            }
+        }
+        let captured = Panics;
+        let function = Function::commutative("a test", move |left: &mut [u8], _: &[u8]| {
+            let _ = &captured;
+            left.fill(0);
+        });
+        // As a thread that drives operations has it.
+        let last = function.erased();
+        drop(function);
+        assert!(catch_unwind(AssertUnwindSafe(|| drop(last))).is_ok());
     }
 
     #[test]

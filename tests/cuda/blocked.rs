@@ -6,12 +6,12 @@ use std::sync::Mutex;
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
-use allstream::cuda::DeviceStream;
+use allstream::cuda::{DeviceBuf, DeviceStream, PinnedBuf};
 use allstream::{Comm, Error, Failed};
 
 use crate::support::{
-    DEADLINE, bound, calls, child, down, function, in_context, nothing_left, ranks, report, set_depth, soon,
-    until, up, values,
+    DEADLINE, bound, calls, child, device, down, function, in_context, nothing_left, pass, ranks, report,
+    set_depth, soon, until, up, values,
 };
 
 const DEPTH: u64 = 64;
@@ -185,6 +185,49 @@ fn an_abort_returns_at_once_though_the_driver_blocks() {
         let took = took.into_inner().unwrap();
         assert!(took.iter().min().unwrap() < &Duration::from_millis(50), "{took:?}");
     });
+}
+
+/// The driver blocks in the first call that it gets for a collective, as the rank's stream is full. Its inputs are not known to be there, so that
+/// the time limit counts only because the driver has not taken the collective.
+#[test]
+fn law_4_a_driver_that_blocks_before_it_has_taken_a_collective_ends_by_the_deadline() {
+    child(
+        "blocked::law_4_a_driver_that_blocks_before_it_has_taken_a_collective_ends_by_the_deadline",
+        &[],
+        || {
+            let (device, ours) = device();
+            let [one, other] = [(); 2].map(|()| DeviceStream::new(&device).unwrap());
+            let mut comm = Comm::local(1).unwrap().remove(0);
+            soon(comm.bind_stream(&ours)).unwrap();
+            // The inputs of a buffer on each of two streams have no word of a caller's stream: the rank's stream waits for both.
+            let into = || DeviceBuf::<f32>::zeroed(&other, 100).unwrap();
+            let (buf, sum) = soon(comm.all_reduce_into(up(&one, values(0, 100)), into())).unwrap();
+            let (scratch, held) = (up(&ours, vec![0_u8; 16]), DeviceBuf::<u32>::zeroed(&ours, 16).unwrap());
+            let host = PinnedBuf::<u32>::zeroed(&device, 16).unwrap();
+            let (stream, at, timeout) = (ours.as_raw() as usize, scratch.as_ptr(), Duration::from_secs(1));
+            let (shared, blocked) = (comm.share(), calls("waiting for room"));
+            pass(true, 0);
+            let copy = held.copy_from_host(host);
+            std::thread::scope(|scope| {
+                let _limited = Limited::new();
+                scope.spawn(move || launch(0, stream, at));
+                until("the stream is full", || calls("waiting for room") > blocked);
+                let call = scope.spawn(move || soon(shared.timeout(timeout).all_reduce_into(buf, sum)));
+                let ended = Instant::now() + DEADLINE / 2;
+                while comm.check().is_ok() && Instant::now() < ended {
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+                pass(true, u64::MAX);
+                set_depth(0);
+                let error = comm.check().unwrap_err();
+                assert!(matches!(error, Error::Timeout { .. }), "{error}");
+                assert!(error.to_string().contains("does not answer"), "{error}");
+                assert!(call.join().unwrap().is_err());
+            });
+            drop((soon(copy).unwrap(), comm, scratch, ours, one, other, device));
+            nothing_left("all was dropped");
+        },
+    );
 }
 
 /// Makes the call twice: once it is awaited, and once joined with the stream.

@@ -118,6 +118,38 @@ fn nccl_gives_what_hosts_give() {
     });
 }
 
+/// Before a stream waits for a rank that shares its device, has not called, and seems to have no stream yet, that rank gets a moment to make one. A
+/// stream that the engine has made for NCCL is none on which a rank makes its input.
+#[test]
+fn streams_of_the_engine_do_not_count_as_streams_of_a_rank_that_has_none() {
+    let test = "nccl::streams_of_the_engine_do_not_count_as_streams_of_a_rank_that_has_none";
+    with_nccl(test, 1, &[("CUDA_DEVICE_MAX_CONNECTIONS", "32")], || {
+        let mut alone = Comm::local(1).unwrap().remove(0);
+        drop(bound(&mut alone));
+        let (told, hear) = std::sync::mpsc::channel();
+        let (told, hear) = (std::sync::Mutex::new(told), std::sync::Mutex::new(hear));
+        ranks(2, |mut comm| {
+            let (rank, device) = (comm.rank(), Device::new(0).unwrap());
+            assert_eq!(soon(comm.bind_device(&device)).unwrap(), DevicePath::Peer);
+            if rank == 1 {
+                hear.lock().unwrap().recv_timeout(Duration::from_secs(10)).unwrap();
+            }
+            let stream = DeviceStream::new(&device).unwrap();
+            let (buf, called) = (up(&stream, values(rank, LEN)), Instant::now());
+            let ordered = comm.on(&stream).all_reduce(buf).join(&stream).unwrap();
+            if rank == 0 {
+                assert!(called.elapsed() >= SHORT, "it joined after {:?}", called.elapsed());
+                told.lock().unwrap().send(()).unwrap();
+            }
+            let sums: Vec<f32> = (0..LEN).map(|i| values(0, LEN)[i] + values(1, LEN)[i]).collect();
+            assert!(down(soon(ordered).unwrap()) == sums);
+            soon(comm.close()).unwrap();
+        });
+        soon(alone.close()).unwrap();
+        all_is_gone();
+    });
+}
+
 /// A list is one operation: NCCL takes it if it takes every entry.
 #[test]
 fn lists_go_to_nccl_as_one_or_not_at_all() {

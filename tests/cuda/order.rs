@@ -1,11 +1,16 @@
 //! Memory in the order of streams, and events.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use allstream::Comm;
 use allstream::cuda::{DeviceBuf, DeviceStream, PinnedBuf};
 
-use crate::support::{child, device, nothing_left, numbers, report, set_delays, soon};
+use crate::support::{
+    bound, calls, child, device, nothing_left, numbers, pass, ranks, report, set_delays, soon, until, up,
+    values,
+};
 
 const SLOW: &[(&str, &str)] = &[("ALLSTREAM_TEST_CUDA_DELAY_US", "5000")];
 const TIGHT: &[(&str, &str)] =
@@ -243,5 +248,51 @@ fn waiting_takes_no_time_of_a_processor() {
         soon(stream.record().unwrap()).unwrap();
         let (took, cpu) = (begin.elapsed(), spent() - cpu);
         assert!(took < Duration::from_millis(50) || cpu * 5 < took, "{cpu:?} of {took:?}");
+    });
+}
+
+/// What keeps a stream of somebody else's alive. If the thread that sees work on devices end is the one that drops it, it panics, and counts that.
+struct Owner(#[allow(dead_code)] DeviceStream, Arc<AtomicUsize>);
+
+impl Drop for Owner {
+    fn drop(&mut self) {
+        if std::thread::current().name() == Some("allstream-cuda") {
+            self.1.fetch_add(1, Ordering::SeqCst);
+            std::panic::panic_any("a drop of a test");
+        }
+    }
+}
+
+/// A collective takes so long that its stream is watched. Its caller then drops all handles of the buffer's stream, so that the thread that
+/// watches often has the last one.
+#[test]
+fn a_panic_in_the_drop_of_a_streams_owner_keeps_nobody_from_hearing_of_the_end_of_work() {
+    let test = "order::a_panic_in_the_drop_of_a_streams_owner_keeps_nobody_from_hearing_of_the_end_of_work";
+    child(test, &[("CUDA_DEVICE_MAX_CONNECTIONS", "32")], || {
+        let panicked = Arc::new(AtomicUsize::new(0));
+        ranks(2, |mut comm| {
+            let (rank, device) = (comm.rank(), bound(&mut comm, 1).device());
+            for _ in 0..20 {
+                let own = DeviceStream::new(&device).unwrap();
+                let (raw, owner) = (own.as_raw(), Owner(own, panicked.clone()));
+                // SAFETY: the stream is of this device, and exists until `owner` is dropped.
+                let stream = unsafe { DeviceStream::from_raw_of(&device, raw, owner) }.unwrap();
+                let (buf, held) = (up(&stream, values(rank, 100)), DeviceBuf::zeroed(&stream, 16).unwrap());
+                let pinned = PinnedBuf::<u32>::zeroed(&device, 16).unwrap();
+                soon(comm.barrier()).unwrap();
+                pass(true, 0);
+                drop(held.copy_from_host(pinned));
+                let work = comm.all_reduce(buf);
+                let before = calls("cuStreamQuery");
+                until("the stream is watched", || calls("cuStreamQuery") >= before + 4);
+                soon(comm.barrier()).unwrap();
+                pass(true, u64::MAX);
+                drop((soon(work).unwrap(), stream));
+            }
+            soon(comm.close()).unwrap();
+        });
+        assert!(panicked.load(Ordering::SeqCst) > 0, "the thread that watches has dropped an owner");
+        let (_device, stream) = device();
+        soon(stream.record().unwrap()).unwrap();
     });
 }

@@ -9,8 +9,8 @@ use allstream::cuda::{Device, DeviceBuf, DevicePath, DeviceStream, PinnedBuf};
 use allstream::{Algo, Comm, ReduceOp};
 
 use crate::support::{
-    DEADLINE, LIBRARY, child, down, full, is_child, library, nothing_left, pass, ranks, report, soon, until,
-    up, values,
+    DEADLINE, LIBRARY, child, down, full, is_child, library, nothing_left, pass, ranks, report, set_queues,
+    soon, until, up, values,
 };
 
 const ONE: (&str, &str) = ("CUDA_DEVICE_MAX_CONNECTIONS", "1");
@@ -199,6 +199,57 @@ fn a_driver_that_waits_for_the_device_holds_up_no_collective() {
             "nobody waited for a deadline: {:?}",
             start.elapsed()
         );
+    });
+}
+
+/// Binds the ranks of two communicators to the device on this thread, so that the driver makes the streams in this order: those of the first
+/// communicator, so many more, and those of the second.
+fn two_bound(device: &Device, more: usize) -> ([Vec<Comm>; 2], Vec<DeviceStream>) {
+    let bind = || {
+        let each = Comm::local(2).unwrap().into_iter().map(|mut comm| async move {
+            assert_eq!(comm.bind_device(device).await.unwrap(), DevicePath::Peer);
+            comm
+        });
+        soon(futures::future::join_all(each))
+    };
+    let first = bind();
+    let between = (0..more).map(|_| DeviceStream::new(device).unwrap()).collect();
+    ([first, bind()], between)
+}
+
+/// Rank 1 joins a stream with an operation that rank 0 has yet to call. Then it calls, on a second communicator, one on buffers of that stream
+/// and of another one. So rank 1's own stream of the second communicator waits for both streams, and with them for the first operation: it must not
+/// hold up the stream on which rank 0 then launches that one, whichever queues they have.
+#[test]
+fn a_ranks_own_stream_that_waits_behind_a_join_holds_up_no_other_communicator() {
+    const QUEUES: u32 = 8;
+    const LIMIT: Duration = Duration::from_secs(4);
+    child("queues::a_ranks_own_stream_that_waits_behind_a_join_holds_up_no_other_communicator", &[], || {
+        set_queues(QUEUES);
+        for more in 0..QUEUES as usize {
+            let device = Device::new(0).unwrap();
+            let ([mut first, mut second], between) = two_bound(&device, more);
+            let [zero, one, apart] = [(); 3].map(|()| DeviceStream::new(&device).unwrap());
+            let input = |rank: usize, stream: &DeviceStream| up(stream, values(rank, 300));
+            let (inputs, into) = ([input(0, &zero), input(1, &one)], [(); 2].map(|()| input(0, &apart)));
+            let ([of_zero, of_one], [into_zero, into_one]) = (inputs, into);
+            let joined = first[1].on(&one).timeout(LIMIT).all_reduce(of_one).join(&one).unwrap();
+            let ours = second[1].timeout(LIMIT).all_reduce_into(
+                joined.in_order().unwrap_or_else(|f| panic!("{more}: {}", f.error)),
+                into_one,
+            );
+            let sum = first[0].on(&zero).timeout(LIMIT).all_reduce(of_zero);
+            let sum = soon(sum).unwrap_or_else(|failed| panic!("{more} streams between: {}", failed.error));
+            let theirs = second[0].timeout(LIMIT).all_reduce_into(sum, into_zero);
+            let twice = (0..300).map(|i| 2.0 * (values(0, 300)[i] + values(1, 300)[i])).collect::<Vec<_>>();
+            for work in [ours, theirs] {
+                let (_, got) = soon(work).unwrap_or_else(|failed| panic!("{more}: {}", failed.error));
+                assert_eq!(down(got), twice, "{more} streams between");
+            }
+            drop((first, second, between, zero, one, apart, device));
+            nothing_left("all ranks have ended");
+        }
+        assert_eq!(report().freed_in_use, 0);
     });
 }
 

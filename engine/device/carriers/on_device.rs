@@ -14,8 +14,8 @@ use crate::types::Rank;
 pub(crate) struct OnDevice(pub(crate) Arc<DeviceOp>);
 
 impl Carrier for OnDevice {
-    fn submitted(&self, at: &Submission<'_>) {
-        self.0.submitted(at.number);
+    fn submitted(&self, _: &Submission<'_>) {
+        self.0.submitted();
     }
 
     fn pass(&self, work: &mut Work<'_>, lanes: &mut Lanes<'_>) -> Result<Passed, Error> {

@@ -142,7 +142,7 @@ impl Carrier for WholeOp {
     fn submitted(&self, at: &Submission<'_>) {
         let &Submission { number, signature, .. } = at;
         if let Some(device) = &self.device {
-            device.submitted(number);
+            device.submitted();
         }
         if let Some(order) = &self.order {
             let what = error::Operation { comm: at.comm.to_owned(), number, signature };

@@ -20,6 +20,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::task::Waker;
 
 use super::names::{NAME, read, written};
+use super::offer::{Offer, Offered};
 use super::peer::PeerDevice;
 use super::words::{DONE, END, Inbox, Outbox, PAST, PAST_END, READY, mark};
 use crate::device::blocks::Exported;
@@ -29,13 +30,9 @@ use crate::error::Error;
 use crate::link::cells::{Descriptor, RawRing, RingFlag};
 use crate::link::exit::Exit;
 use crate::link::local::Doorbell;
-use crate::link::region::Region;
 use crate::link::ring::{CELLS, CLOSED, Consumer, Producer, RingMemory, publish};
 use crate::link::{Frame, Header, LinkRx, LinkTx, Loan, Place, Posted};
 use crate::types::{DType, Rank};
-
-/// Bytes of the card that a rank gives to each rank in another process: where its inbox for that rank is, and the name of memory to open as a test.
-pub(crate) const CARD: usize = 8 + NAME;
 
 /// This bit of a descriptor's `location` says that the frame is a loan. The other bits are then the loan's length in bytes, and the names of
 /// its input and output lie beside the descriptor. No offset in a block is as large as this bit.
@@ -45,22 +42,6 @@ const LOAN: u64 = 1 << 63;
 const REVOKED: u32 = 1;
 /// A ring's flag: the sender does not vouch for its memory any more ([`Far::distrust`]), so what was read from it may be wrong.
 const LET_GO: u32 = 2;
-
-/// What a rank has made for a rank in another process, which gets the card.
-pub(crate) struct Offer {
-    inbox: Arc<Inbox>,
-    pub(crate) card: Vec<u8>,
-}
-
-impl Offer {
-    /// `probe`: the name of some memory of our pool. `region`: our own.
-    pub(crate) fn new(stream: &DeviceStream, region: &Arc<Region>, probe: &Exported) -> Result<Offer, Error> {
-        let inbox = Arc::new(Inbox::new(stream, region)?);
-        let mut card = inbox.offset().to_le_bytes().to_vec();
-        card.extend_from_slice(&written(probe));
-        Ok(Offer { inbox, card })
-    }
-}
 
 /// A rank in another process, and the words that the streams of both wait for.
 pub(crate) struct FarPeer {
@@ -85,21 +66,17 @@ pub(crate) struct FarPeer {
 }
 
 impl FarPeer {
-    /// Opens what a peer has offered on its `card`. `process`: the number that its process has drawn. `region`: the peer's.
+    /// Opens what a peer has offered. `process`: the number that its process has drawn.
     pub(crate) fn new(
         stream: &DeviceStream,
-        rank: Rank,
         process: u128,
-        region: &Arc<Region>,
         exit: Option<Exit>,
         offer: &Offer,
-        card: &[u8],
+        offered: Offered,
     ) -> Result<FarPeer, Error> {
-        let short = || Error::protocol(rank, format!("a card of {} bytes, not {CARD}", card.len()));
-        let (at, name) = card.split_first_chunk::<8>().ok_or_else(short)?;
-        let name = read(name.try_into().map_err(|_| short())?);
+        let Offered { rank, name, page } = offered;
         let probe = Import::open(stream, process, &name)?;
-        let outbox = Outbox::open(stream, rank, region.clone(), u64::from_le_bytes(*at))?;
+        let outbox = Outbox::open(stream, page)?;
         let (stream, inbox, outbox) = (stream.clone(), offer.inbox.clone(), Some(outbox));
         let (is_given, lent) = (AtomicBool::new(false), AtomicU64::new(0));
         let [has_lent, is_ready] = [false; 2].map(AtomicBool::new);

@@ -2,6 +2,7 @@
 
 pub(crate) mod ipc;
 mod names;
+pub(crate) mod offer;
 pub(crate) mod peer;
 pub(crate) mod starts;
 mod words;

@@ -7,7 +7,7 @@ const HANDLE: usize = 64;
 /// Bytes of a name: number, offset and handle; then the address and the length of the whole block.
 pub(super) const NAME: usize = 16 + HANDLE + 16;
 
-/// The name as bytes, which are written beside a frame's descriptor or on a card (`links/ipc.rs`).
+/// The name as bytes, which are written beside a frame's descriptor or on a card (`links/ipc.rs`, `links/offer.rs`).
 pub(super) fn written(name: &Exported) -> [u8; NAME] {
     let mut bytes = [0; NAME];
     bytes[..8].copy_from_slice(&name.number.to_le_bytes());

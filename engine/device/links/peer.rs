@@ -22,7 +22,7 @@ use crate::device::arrivals::{Arrivals, REFRESH};
 use crate::device::current::keep;
 use crate::device::inputs::Inputs;
 use crate::device::links::starts::{Start, Starts, value};
-use crate::device::queues::Probe;
+use crate::device::queues::{Probe, stream_apart};
 use crate::device::signal::{DeviceSignal, Word};
 use crate::device::stream::{DeviceEvent, DeviceStream};
 use crate::error::Error;
@@ -87,7 +87,7 @@ pub(crate) struct PeerDevice {
 }
 
 impl PeerDevice {
-    /// For rank `rank` of a communicator that has `size` ranks and the number `comm`.
+    /// For rank `rank` of a communicator that has `size` ranks, and a number `comm` that no other communicator of this process has.
     pub(crate) fn new(
         stream: DeviceStream,
         commands: Arc<Commands>,
@@ -123,16 +123,12 @@ impl PeerDevice {
     /// The stream for messages that a library moves, made at the first call. `user`: the stream of the first message's buffer. NCCL keeps
     /// the `CUstream` that it was called with, so this stream's `CUstream` never changes.
     pub(crate) fn stream_for_messages(&self, user: &DeviceStream) -> Result<DeviceStream, Error> {
-        let mut messages = self.messages.lock();
-        if let Some(stream) = &*messages {
+        if let Some(stream) = &*self.messages.lock() {
             return Ok(stream.clone());
         }
-        let stream = match &mut *self.probe.lock() {
-            Ok(probe) => probe.stream_apart(&self.stream, user),
-            // Without words nobody can find out which streams share a hardware queue.
-            Err(_) => DeviceStream::high_priority(&self.stream.device()),
-        };
-        Ok(messages.insert(stream?).clone())
+        // Not under the lock: the driver may wait for the device before it makes a stream. If there is one by then, that one is used.
+        let stream = stream_apart(&self.probe, &self.stream, user)?;
+        Ok(self.messages.lock().get_or_insert(stream).clone())
     }
 
     /// For each of this rank's streams, the point behind all that is on it now.
@@ -190,7 +186,7 @@ impl PeerDevice {
         Some(self.words.as_ref().ok()?.wait(which, value))
     }
 
-    /// Called in a command: notes that the driver is given the first work of this operation now.
+    /// Called in a command: notes that the driver has taken the first work of this operation.
     pub(crate) fn takes(&self, number: u64) {
         self.put.fetch_max(number + 1, Ordering::AcqRel);
     }
@@ -330,7 +326,7 @@ impl PeerDevice {
         }
     }
 
-    /// The number of the next operation that this rank calls.
+    /// The number of the next operation on devices that this rank calls.
     pub(crate) fn next_call(&self) -> u64 {
         self.called.load(Ordering::Acquire)
     }

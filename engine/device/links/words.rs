@@ -7,7 +7,7 @@
 //! Frames are counted modulo 2^32. Both streams come to the frames in the order of their ring, so a count stands for all frames before.
 
 use std::ptr::NonNull;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 
 use parking_lot::Mutex;
@@ -15,6 +15,7 @@ use parking_lot::Mutex;
 use crate::device::stream::DeviceStream;
 use crate::device::words::SharedWords;
 use crate::error::Error;
+use crate::link::exit::Exit;
 use crate::link::region::{PAGE, Region};
 use crate::types::Rank;
 
@@ -40,17 +41,85 @@ pub(super) fn mark(frame: u64) -> u32 {
     (frame as u32).wrapping_add(1)
 }
 
-/// Pages of dropped inboxes that the peer had not [left](LEFT) by then. [`Inbox::new`] gives back those that it has left since.
-static KEPT: Mutex<Vec<(Weak<Region>, usize)>> = Mutex::new(Vec::new());
+/// Pages of dropped inboxes that the peer had not [left](LEFT) by then. [`OurPage::new`] gives back those that nobody writes to any more.
+static KEPT: Mutex<Vec<Kept>> = Mutex::new(Vec::new());
 
-/// Gives a page back if the peer has [left](LEFT) it. Returns whether the page need not be kept: it is given back, or its region is gone.
-fn given_back(region: &Weak<Region>, offset: usize) -> bool {
-    let Some(region) = region.upgrade() else { return true };
-    let left = region.word(offset + LEFT).load(Ordering::Acquire) != 0;
-    if left {
-        region.give_pages(offset, PAGE);
+/// A page of a region of ours that a peer may still write to.
+struct Kept {
+    region: Weak<Region>,
+    offset: usize,
+    /// Tells whether the peer's process has exited. `None` where the system cannot tell.
+    exit: Option<Exit>,
+}
+
+impl Kept {
+    /// Gives the page back if the peer has [left](LEFT) it, or has exited: then the peer writes nothing more. Returns whether the page need not be
+    /// kept: it is given back, or its region is gone.
+    fn is_given_back(&self) -> bool {
+        let Some(region) = self.region.upgrade() else { return true };
+        let has_left = region.word(self.offset + LEFT).load(Ordering::Acquire) != 0;
+        let is_free = has_left || self.exit.as_ref().is_some_and(Exit::has_come);
+        if is_free {
+            region.give_pages(self.offset, PAGE);
+        }
+        is_free
     }
-    left
+}
+
+/// A page of our own region for an inbox. It is given back when this is dropped, or later if the peer may still write there.
+struct OurPage {
+    region: Arc<Region>,
+    offset: usize,
+    exit: Option<Exit>,
+    /// Whether the peer may have been told of the page. From then on only the peer can say that it does not write there.
+    is_told: AtomicBool,
+}
+
+impl OurPage {
+    fn new(region: &Arc<Region>, exit: Option<Exit>) -> Result<OurPage, Error> {
+        KEPT.lock().retain(|kept| !kept.is_given_back());
+        let full = || Error::system("make words for another process", "this rank's shared memory is full");
+        let offset = region.take_pages(PAGE).ok_or_else(full)?;
+        Ok(OurPage { region: region.clone(), offset, exit, is_told: AtomicBool::new(false) })
+    }
+}
+
+impl Drop for OurPage {
+    fn drop(&mut self) {
+        if !self.is_told.load(Ordering::Acquire) {
+            return self.region.give_pages(self.offset, PAGE);
+        }
+        let kept = Kept { region: Arc::downgrade(&self.region), offset: self.offset, exit: self.exit.take() };
+        if !kept.is_given_back() {
+            KEPT.lock().push(kept);
+        }
+    }
+}
+
+/// A page of a peer's region that the peer has told us of. When this is dropped, also if the page was never opened, the peer sees that we write
+/// nothing more there.
+pub(super) struct TheirPage {
+    region: Arc<Region>,
+    offset: usize,
+}
+
+impl TheirPage {
+    /// The inbox that rank `peer` has for us in its region.
+    pub(super) fn new(peer: Rank, region: Arc<Region>, offset: u64) -> Result<TheirPage, Error> {
+        let fits = offset.is_multiple_of(PAGE as u64) && region.contains(offset, PAGE);
+        let offset = offset as usize;
+        if !(fits && region.is_page(region.at(offset), PAGE)) {
+            let problem = format!("no page for words begins at offset {offset} of its region");
+            return Err(Error::protocol(peer, problem));
+        }
+        Ok(TheirPage { region, offset })
+    }
+}
+
+impl Drop for TheirPage {
+    fn drop(&mut self) {
+        self.region.word(self.offset + LEFT).store(1, Ordering::Release);
+    }
 }
 
 /// Registers a page of the region's arena with the driver, as words for the device of `stream`.
@@ -58,63 +127,56 @@ fn register(region: &Arc<Region>, stream: &DeviceStream, offset: usize) -> Resul
     let at = NonNull::new(region.at(offset));
     let nowhere = || Error::system("register words that processes share", "there is no such page (a bug)");
     let at = at.filter(|at| region.is_page(at.as_ptr(), PAGE)).ok_or_else(nowhere)?;
-    // SAFETY: the page lies in the mapping (`is_page`), which the result keeps. `Inbox::new` has taken it for words alone, or a peer that did
-    // so has told `Outbox::open` of it. One rank of this process knows the page and registers it once; the driver refuses a second time.
+    // SAFETY: the page lies in the mapping (`is_page`), which the result keeps. `OurPage::new` has taken it for words alone, or a peer that did
+    // so has told `TheirPage::new` of it. One rank of this process knows the page and registers it once; the driver refuses a second time.
     unsafe { SharedWords::register(stream, (at, PAGE), region.clone()) }
 }
 
 /// The page in which a peer's stream tells this rank how far it has come.
 pub(super) struct Inbox {
-    words: Option<SharedWords>,
-    region: Arc<Region>,
-    offset: usize,
+    // Dropped before the page is given back. No stream of ours uses the words any more then: `retire` has waited for those that did.
+    words: SharedWords,
+    page: OurPage,
     /// What `release` writes, once it has been called.
     released: OnceLock<[(usize, u32); 3]>,
 }
 
 impl Inbox {
-    /// Takes a page of our own region, and registers it with the driver for the device of `stream`.
-    pub(super) fn new(stream: &DeviceStream, region: &Arc<Region>) -> Result<Inbox, Error> {
-        KEPT.lock().retain(|(region, offset)| !given_back(region, *offset));
-        let full = || Error::system("make words for another process", "this rank's shared memory is full");
-        let offset = region.take_pages(PAGE).ok_or_else(full)?;
-        match register(region, stream, offset) {
-            Ok(words) => {
-                let (words, region) = (Some(words), region.clone());
-                Ok(Inbox { words, region, offset, released: OnceLock::new() })
-            }
-            Err(error) => {
-                region.give_pages(offset, PAGE);
-                Err(error)
-            }
-        }
+    /// Takes a page of our own region, and registers it with the driver for the device of `stream`. `exit`: of the peer's process.
+    pub(super) fn new(
+        stream: &DeviceStream,
+        region: &Arc<Region>,
+        exit: Option<Exit>,
+    ) -> Result<Inbox, Error> {
+        let page = OurPage::new(region, exit)?;
+        let words = register(region, stream, page.offset)?;
+        Ok(Inbox { words, page, released: OnceLock::new() })
     }
 
     /// Where the page begins in our region, in bytes: the peer opens it there.
     pub(super) fn offset(&self) -> u64 {
-        self.offset as u64
+        self.page.offset as u64
     }
 
-    fn words(&self) -> Result<&SharedWords, Error> {
-        self.words
-            .as_ref()
-            .ok_or_else(|| Error::system("wait for another process", "its words are gone (a bug)"))
+    /// Called before the peer is told where the page begins.
+    pub(super) fn is_told(&self) {
+        self.page.is_told.store(true, Ordering::Release);
     }
 
     /// Work put on the stream after this call starts only once the word shows `value` or more.
     pub(super) fn wait(&self, stream: &DeviceStream, word: usize, value: u32) -> Result<(), Error> {
-        stream.wait_word(self.words()?, word, value)
+        stream.wait_word(&self.words, word, value)
     }
 
     /// Whether the word shows `value` or more, be it because waits for the word were [ended](Self::release).
     pub(super) fn shows(&self, word: usize, value: u32) -> bool {
-        self.words.as_ref().is_some_and(|words| words.shows(word, value))
+        self.words.shows(word, value)
     }
 
     /// Ends all waits of our stream for these words; the stream must not be made to wait for them any more. To be called again if the
     /// stream still waits, as the stream of a peer that lives may have written smaller values in between.
     pub(super) fn release(&self) {
-        let word = |word: usize| self.region.word(self.offset + word);
+        let word = |word: usize| self.page.region.word(self.page.offset + word);
         let ahead = |at: usize| (at, word(at).load(Ordering::Acquire).wrapping_add(AHEAD));
         for (at, value) in self.released.get_or_init(|| [ahead(READY), ahead(DONE), (END, 1)]) {
             word(*at).store(*value, Ordering::Release);
@@ -122,52 +184,83 @@ impl Inbox {
     }
 }
 
-impl Drop for Inbox {
-    fn drop(&mut self) {
-        // No stream of ours uses the page any more: `retire` has waited for those that did. The peer's stream still may.
-        self.words = None;
-        let region = Arc::downgrade(&self.region);
-        if !given_back(&region, self.offset) {
-            KEPT.lock().push((region, self.offset));
-        }
-    }
-}
-
 /// The page in which this rank's stream tells a peer how far it has come.
 pub(super) struct Outbox {
-    words: Option<SharedWords>,
-    region: Arc<Region>,
-    offset: usize,
+    // Dropped before the peer sees that we write nothing more.
+    words: SharedWords,
+    _page: TheirPage,
 }
 
 impl Outbox {
-    /// Opens the inbox that rank `peer` has for us in its region.
-    pub(super) fn open(
-        stream: &DeviceStream,
-        peer: Rank,
-        region: Arc<Region>,
-        offset: u64,
-    ) -> Result<Outbox, Error> {
-        let fits = offset.is_multiple_of(PAGE as u64) && region.contains(offset, PAGE);
-        let offset = offset as usize;
-        if !(fits && region.is_page(region.at(offset), PAGE)) {
-            let problem = format!("no page for words begins at offset {offset} of its region");
-            return Err(Error::protocol(peer, problem));
-        }
-        let words = Some(register(&region, stream, offset)?);
-        Ok(Outbox { words, region, offset })
+    /// Registers the page with the driver for the device of `stream`.
+    pub(super) fn open(stream: &DeviceStream, page: TheirPage) -> Result<Outbox, Error> {
+        let words = register(&page.region, stream, page.offset)?;
+        Ok(Outbox { words, _page: page })
     }
 
     /// Makes the stream write these words, each with its value, behind what it holds now.
     pub(super) fn put(&self, stream: &DeviceStream, all: &[(usize, u32)]) -> Result<(), Error> {
-        let gone = || Error::system("tell another process", "its words are gone (a bug)");
-        stream.put_shared(self.words.as_ref().ok_or_else(gone)?, all)
+        stream.put_shared(&self.words, all)
     }
 }
 
-impl Drop for Outbox {
-    fn drop(&mut self) {
-        self.words = None;
-        self.region.word(self.offset + LEFT).store(1, Ordering::Release);
+#[cfg(test)]
+mod tests {
+    use std::process::{Command, Stdio};
+    use std::time::{Duration, Instant};
+
+    use rustix::process::{Pid, PidfdFlags, pidfd_open};
+
+    use super::*;
+
+    fn told(region: &Arc<Region>, exit: Option<Exit>) -> OurPage {
+        let page = OurPage::new(region, exit).unwrap();
+        page.is_told.store(true, Ordering::Release);
+        page
+    }
+
+    /// Whether the page that begins there is free by the time when the next one is taken: the lowest free page is taken first.
+    fn is_free(region: &Arc<Region>, offset: usize) -> bool {
+        OurPage::new(region, None).unwrap().offset == offset
+    }
+
+    #[test]
+    fn a_page_that_no_peer_was_told_of_is_given_back_at_once() {
+        let region = Arc::new(Region::shared().unwrap());
+        let page = OurPage::new(&region, None).unwrap();
+        let offset = page.offset;
+        drop(page);
+        assert!(is_free(&region, offset));
+    }
+
+    #[test]
+    fn a_page_is_kept_until_the_peer_has_left_it_though_it_never_opened_it() {
+        let region = Arc::new(Region::shared().unwrap());
+        let page = told(&region, None);
+        let offset = page.offset;
+        let theirs = TheirPage::new(1, region.clone(), offset as u64).unwrap();
+        drop(page);
+        assert!(!is_free(&region, offset), "the peer may still write there");
+        drop(theirs);
+        assert!(is_free(&region, offset));
+    }
+
+    #[test]
+    fn a_page_is_kept_until_the_peer_has_exited() {
+        let region = Arc::new(Region::shared().unwrap());
+        let mut child = Command::new("sleep").arg("60").stdin(Stdio::null()).spawn().unwrap();
+        let exit = Exit::of(pidfd_open(Pid::from_child(&child), PidfdFlags::empty()).unwrap());
+        let page = told(&region, Some(exit.clone()));
+        let offset = page.offset;
+        drop(page);
+        assert!(!is_free(&region, offset), "the peer lives, and may still write there");
+        child.kill().unwrap();
+        child.wait().unwrap();
+        let end = Instant::now() + Duration::from_secs(5);
+        while !exit.has_come() {
+            assert!(Instant::now() < end);
+            std::thread::yield_now();
+        }
+        assert!(is_free(&region, offset));
     }
 }

@@ -48,11 +48,13 @@ impl Binding {
     }
 
     /// Those of rank 0's stream and this rank's own that will wait for this rank's inputs of an operation: rank 0's if one launch may fold the
-    /// operation for all ranks, and this rank's own if that launch is impossible or the own stream scales the input first.
-    pub(super) fn work_on(&self, folds: &Folds) -> Vec<DeviceStream> {
+    /// operation for all ranks, and this rank's own if that launch is impossible, if the own stream scales the input first, or if no word of the
+    /// caller's stream stands for the inputs (`has_input`): then the own stream waits for them to write [`Word::Begun`].
+    pub(super) fn work_on(&self, folds: &Folds, has_input: bool) -> Vec<DeviceStream> {
         let leader = self.leader.as_ref().filter(|_| folds.may_be_for_all).map(|leader| &leader.stream);
-        let ours = Some(&self.ours.stream)
-            .filter(|ours| leader.is_none() || folds.own_work_is_lent && leader != Some(ours));
+        let waits_first = folds.own_work_is_lent || !has_input;
+        let ours =
+            Some(&self.ours.stream).filter(|ours| leader.is_none() || waits_first && leader != Some(ours));
         leader.into_iter().chain(ours).cloned().collect()
     }
 

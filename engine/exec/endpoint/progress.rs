@@ -189,6 +189,10 @@ impl Endpoint {
     pub(super) fn drive_with(self: &Arc<Self>, run: EngineGuard<'_, Run>, spinning: bool) -> Progress {
         let progress = self.drive(run, spinning);
         self.run_completions();
+        // The driver may block this thread, perhaps for good, in a command. The progress thread looks at the deadlines meanwhile.
+        if progress != Progress::Idle && !self.commands.only_drop() {
+            self.arm();
+        }
         // The progress thread, which does not spin, soon drives this endpoint again if something moved. Commands that only drop something wait
         // until then: they would wake another thread before this one has finished operations that are over on other endpoints.
         let comes_back = !spinning && progress == Progress::Advanced;

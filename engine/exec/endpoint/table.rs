@@ -127,13 +127,21 @@ pub(super) struct Table {
     pub(super) joinable: Map<u64, Arc<dyn Carrier>>,
 }
 
+/// The number of a communicator's first collective.
+fn first() -> u64 {
+    #[cfg(any(test, feature = "testing"))]
+    return crate::testing::faults::calls_before();
+    #[cfg(not(any(test, feature = "testing")))]
+    0
+}
+
 impl Table {
     fn new() -> Table {
         Table {
             inflight: Inflight::with_capacity(64),
             collectives: VecDeque::with_capacity(64),
             messages: VecDeque::with_capacity(64),
-            calls: 0,
+            calls: first(),
             numbers: Map::default(),
             history: VecDeque::with_capacity(HISTORY + 1),
             asked: Asked::default(),

@@ -52,6 +52,14 @@ impl Fate {
         }
     }
 
+    /// The leases until whose end the buffers are kept. `None`: they are kept for good, or not at all.
+    fn leases(&self) -> Option<&[Arc<Lease>]> {
+        match self {
+            Fate::Until(leases) | Fate::UntilOnDevice(leases) => Some(leases),
+            Fate::Back | Fate::Never => None,
+        }
+    }
+
     fn or_never(self, never: bool) -> Fate {
         if never { Fate::Never } else { self }
     }
@@ -300,10 +308,7 @@ impl Submitted {
         let mut table = self.lock();
         if let Some(on_stream) = table.joinable.get(&key.number()).and_then(|carrier| carrier.on_stream()) {
             // If a stream has joined the operation, whoever joined it may have the buffers, and learns from this that they must be kept.
-            on_stream.lose(match &fate {
-                Fate::UntilOnDevice(leases) => Some(leases.clone()),
-                _ => None,
-            });
+            on_stream.lose(fate.leases().map(<[_]>::to_vec));
         }
         let (held, carrier) = (table.inflight.borrow(key), copy_backs.carrier_of(key));
         drop(table);
@@ -313,12 +318,24 @@ impl Submitted {
             (Some(held), Fate::UntilOnDevice(leases)) => {
                 keep_and_look(What::OnDevice(held, carrier), leases);
             }
-            (None, Fate::UntilOnDevice(leases)) => {
+            (None, Fate::Until(leases) | Fate::UntilOnDevice(leases)) => {
                 if let Some(carrier) = carrier {
                     keep_and_look(What::Remains(carrier), leases);
                 }
             }
             kept => std::mem::forget((kept, carrier)),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn buffers_that_may_be_touched_until_leases_are_over_are_kept_no_longer_than_that() {
+        assert!(Fate::Until(Vec::new()).leases().is_some());
+        assert!(Fate::UntilOnDevice(Vec::new()).leases().is_some());
+        assert!(Fate::Never.leases().is_none());
     }
 }

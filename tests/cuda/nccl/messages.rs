@@ -1,8 +1,10 @@
 //! Messages that NCCL moves: results in whatever order they are called, laws, and failures in NCCL.
 
+use std::sync::Mutex;
+use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
-use allstream::cuda::{Device, DeviceBuf, DeviceStream};
+use allstream::cuda::{Device, DeviceBuf, DeviceStream, PinnedBuf};
 use allstream::{Comm, DType, Error, MissingState, ReduceOp};
 use test_support::cases::{self, Await, Case, Combine, OnDevice, Oracle, Talk, What};
 
@@ -10,7 +12,7 @@ use super::{
     HANGS, IS_DEAF, LEN, REFUSES, SHORT, STAYS_IN_PROGRESS, all_is_gone, bound, failure, told, trouble,
     with_nccl,
 };
-use crate::support::{down, is_ours, ranks, soon, up, values};
+use crate::support::{DEADLINE, calls, down, is_ours, pass, ranks, soon, until, up, values};
 
 #[test]
 fn messages_give_what_was_sent() {
@@ -73,6 +75,62 @@ fn an_exchange_is_one_kernel_where_it_can_be() {
         });
         // The messages have 80 ends: 40 kernels if each pair is one call, 80 if none is.
         assert!(kernels.iter().all(|kernels| (40..=80).contains(kernels)), "{kernels:?}");
+        all_is_gone();
+    });
+}
+
+/// The driver may wait for all work on a device before it makes a stream, as it must for a rank's first message. Meanwhile another thread of the rank
+/// has a stream wait for a collective that the other rank has yet to call.
+#[test]
+fn a_stream_can_join_while_the_driver_makes_the_stream_for_messages() {
+    let test = "nccl::messages::a_stream_can_join_while_the_driver_makes_the_stream_for_messages";
+    let more = [("ALLSTREAM_TEST_CUDA_WAITS", "1"), ("CUDA_DEVICE_MAX_CONNECTIONS", "32")];
+    with_nccl(test, 2, &more, || {
+        const MAKE: &str = "cuStreamCreateWithPriority";
+        let (told, hear) = channel();
+        let hear = Mutex::new(hear);
+        let told = Mutex::new(told);
+        ranks(2, |mut comm| {
+            let (rank, mut plain) = (comm.rank(), soon(comm.dup()).unwrap());
+            let stream = bound(&mut comm);
+            let device = stream.device();
+            soon(plain.bind_device(&device)).unwrap();
+            let busy = DeviceStream::new(&device).unwrap();
+            let held = DeviceBuf::<u32>::zeroed(&busy, 16).unwrap();
+            let pinned = PinnedBuf::<u32>::zeroed(&device, 16).unwrap();
+            // From here on the collective needs no more memory or code.
+            let grads = soon(plain.all_reduce(up(&stream, values(rank, LEN)))).unwrap();
+            let message = up(&stream, values(7, LEN));
+            soon(plain.barrier()).unwrap();
+            if rank == 1 {
+                hear.lock().unwrap().recv_timeout(DEADLINE).unwrap();
+                // Called first: rank 0's message may be filled by the stream that waits for this collective.
+                let sums = plain.all_reduce(grads);
+                let got = soon(comm.recv(message, 0)).unwrap();
+                assert!(down(got) == values(7, LEN));
+                drop(soon(sums).unwrap());
+                return;
+            }
+            pass(true, 0);
+            drop(held.copy_from_host(pinned));
+            let (shared, before) = (comm.share(), calls(MAKE));
+            std::thread::scope(|scope| {
+                scope.spawn(move || drop(soon(shared.send(message, 1)).unwrap()));
+                until("the driver is to make a stream", || calls(MAKE) > before);
+                let (joins, joined) = channel();
+                let plain = plain.share();
+                let on = stream.clone();
+                scope.spawn(move || {
+                    let ordered = plain.on(&on).all_reduce(grads).join(&on).unwrap();
+                    joins.send(()).unwrap();
+                    drop(soon(ordered).unwrap());
+                });
+                let is_joined = joined.recv_timeout(DEADLINE / 4);
+                pass(true, u64::MAX);
+                told.lock().unwrap().send(()).unwrap();
+                assert!(is_joined.is_ok(), "the join waited for the stream that the driver made");
+            });
+        });
         all_is_gone();
     });
 }
