@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use allstream_sys::cuda::{CuResult, CudaError};
 use parking_lot::MutexGuard;
 
-use super::blocks::{ALIGN, Block, Piece};
+use super::blocks::{ALIGN, Block, Lost, Piece};
 use super::context::{Context, Line};
 use super::devices::Device;
 use super::handle::Entered;
@@ -36,7 +36,8 @@ pub struct PoolMemory {
     pub pending: u64,
     /// In all blocks that the pool has from the driver, used or not.
     pub reserved: u64,
-    /// In dropped buffers that the device may still touch: after an error, or because a graph may use them. Never used again.
+    /// In dropped buffers that the device may still touch: after an error, or because a graph may use them. Never used again. What a graph may
+    /// use is not given back to the driver either: it stays until the device's primary context ends.
     pub lost: u64,
     /// The number of blocks.
     pub blocks: usize,
@@ -218,7 +219,7 @@ impl Context {
                 // With a mark of this stream alone, the piece can be taken again at once for use in this stream's order.
                 match self.mark(entered, *line.raw()) {
                     Ok(event) => self.pool.lock().free(piece, vec![(line.id, event)]),
-                    Err(_) => self.pool.lock().lose(piece),
+                    Err(_) => self.pool.lock().lose(piece, Lost::Unmarked),
                 }
                 Ok(())
             }
