@@ -1,6 +1,7 @@
 //! What the streams, events and memory of a device share, in this process.
 
 mod lines;
+mod synchronized;
 
 use std::ffi::c_void;
 use std::ops::Deref;
@@ -13,6 +14,7 @@ use allstream_sys::cuda::{
 use parking_lot::{MappedMutexGuard, Mutex, MutexGuard};
 
 pub(super) use self::lines::{Line, Owner, Point, Standing, Way, Ways};
+use self::synchronized::Synchronized;
 use super::allocations::Allocations;
 use super::blocks::Pool;
 use super::chores::give_back;
@@ -54,6 +56,8 @@ pub(super) struct Context {
     /// Pinned memory of the host's that nobody uses.
     pub(super) pinned: Mutex<PinnedCache>,
     pub(super) kernels: Kernels,
+    /// The streams that threads wait for.
+    synchronized: Mutex<Synchronized>,
 }
 
 impl Deref for Context {
@@ -77,6 +81,7 @@ impl Context {
             callers: Mutex::default(),
             pinned: Mutex::default(),
             kernels: Kernels::default(),
+            synchronized: Mutex::default(),
         })
     }
 
@@ -141,11 +146,43 @@ impl Context {
 
     /// Blocks until all copies that were put on that stream are done.
     pub(super) fn synchronize_copies(&self) -> Result<(), Error> {
-        let Some(Way { raw: stream, .. }) = self.copies_way() else { return Ok(()) };
-        self.call("wait for copies", |cuda| {
-            // SAFETY: `self` keeps the stream. If copies have moved to another one, this one is a spare stream, which only a line may take.
-            unsafe { cuda.stream_synchronize(stream) }
-        })
+        match MutexGuard::try_map(self.copies.lock(), |copies| copies.as_mut().map(|way| &mut way.raw)) {
+            Ok(stream) => self.synchronize("wait for copies", stream),
+            Err(_) => Ok(()),
+        }
+    }
+
+    /// Blocks until all that was put on a stream of this context is done. As long as the caller's lock on it (`stream`) is held, no other stream
+    /// takes its place. The lock is released before this waits. If another stream takes its place then, what is put there was put after this call
+    /// began, and need not be waited for; whoever gets the stream that was left, and has no use for it any more, destroys it by
+    /// [`destroy`](Self::destroy), which lets this wait end before.
+    pub(super) fn synchronize(
+        &self,
+        doing: &str,
+        stream: impl Deref<Target = CuStream>,
+    ) -> Result<(), Error> {
+        let raw = *stream;
+        self.synchronized.lock().begin(raw);
+        drop(stream);
+        // SAFETY: the stream existed while the caller's lock was held. Since then it counts as one that a thread waits for, so it exists until
+        // `end` is called below.
+        let waited = self.call(doing, |cuda| unsafe { cuda.stream_synchronize(raw) });
+        if self.synchronized.lock().end(raw) {
+            // SAFETY: `destroy` has left this stream to the last thread that waits for it.
+            self.close("destroy a stream", |cuda| unsafe { cuda.stream_destroy(raw) });
+        }
+        waited
+    }
+
+    /// Destroys a stream; or, if threads wait for it, has the last of them destroy it. The driver lets what is on it finish.
+    ///
+    /// # Safety
+    /// Made in this context by [`Way::make`], and only the caller still has it, but for threads in [`synchronize`](Self::synchronize).
+    pub(super) unsafe fn destroy(&self, stream: CuStream) {
+        if self.synchronized.lock().give_up(stream) {
+            // SAFETY: the caller's promise, and no thread waits for it. None will, as nobody has it any more.
+            self.close("destroy a stream", |cuda| unsafe { cuda.stream_destroy(stream) });
+        }
     }
 
     /// Pins `bytes` bytes of host memory. `what` says, for the error, what they are for.
