@@ -4,6 +4,7 @@ mod lines;
 mod synchronized;
 
 use std::ffi::c_void;
+use std::mem::ManuallyDrop;
 use std::ops::Deref;
 use std::sync::Weak;
 use std::time::Duration;
@@ -17,11 +18,12 @@ pub(super) use self::lines::{Line, Owner, Point, Standing, Way, Ways};
 use self::synchronized::Synchronized;
 use super::allocations::Allocations;
 use super::blocks::Pool;
-use super::chores::give_back;
+use super::chores::{drop_later, give_back};
 use super::driver::warn;
 use super::handle::{Entered, Handle};
-use super::modules::Kernels;
+use super::modules::{Kernels, Modules};
 use super::pinned_cache::{PinnedCache, unpin};
+use crate::commands::must_not_block_here;
 use crate::error::Error;
 
 /// When the driver has no more memory to pin: how long to wait for pinned memory that is on its way back to the driver.
@@ -41,7 +43,8 @@ struct Notifiers {
 /// A device's handle, and what all streams, events and memory of the device share. The fields' types do not know `Context`, except those of
 /// `lines.rs`; the code that uses them is in files that import this one (`pool.rs`, `launch.rs`, `queues.rs`).
 pub(super) struct Context {
-    handle: Handle,
+    /// Taken out when this is dropped.
+    handle: ManuallyDrop<Handle>,
     pub(super) pool: Mutex<Pool>,
     /// Other libraries' memory that other processes read where it lies.
     pub(super) allocations: Mutex<Allocations>,
@@ -71,7 +74,7 @@ impl Context {
     /// Retains the primary context of a device.
     pub(super) fn new(ordinal: usize) -> Result<Context, Error> {
         Ok(Context {
-            handle: Handle::new(ordinal)?,
+            handle: ManuallyDrop::new(Handle::new(ordinal)?),
             pool: Mutex::default(),
             allocations: Mutex::default(),
             growing: Mutex::default(),
@@ -225,23 +228,49 @@ impl Context {
 
 impl Drop for Context {
     fn drop(&mut self) {
-        let report = |error: CudaError| warn(self.ordinal, "close the device", &error);
-        match self.enter() {
-            Ok(entered) => {
-                self.pool.lock().close(self.cuda, &entered, &report);
-                let pinned = self.pinned.lock().take_all();
-                pinned.into_iter().for_each(|block| unpin(self.cuda, block, &report));
-                self.kernels.loaded.lock().close(self.cuda, &report);
-                self.handle.close_events(&report);
-                let copies = self.copies.lock().take().map(|way| way.raw);
-                self.ways.lock().close(self.cuda, &report);
-                let idle = std::mem::take(&mut self.notifiers.lock().idle);
-                for stream in idle.into_iter().chain(copies) {
-                    // SAFETY: made by `make_notifier` or `Way::make`, and nobody else has it; the driver lets what is on it finish.
-                    unsafe { self.cuda.stream_destroy(stream) }.unwrap_or_else(report);
-                }
-            }
-            Err(error) => report(error),
+        // SAFETY: taken out once, here, and from here on nobody uses it by `self`.
+        let handle = unsafe { ManuallyDrop::take(&mut self.handle) };
+        let idle = std::mem::take(&mut self.notifiers.get_mut().idle);
+        let copies = self.copies.get_mut().take().map(|way| way.raw);
+        let remains = Remains {
+            handle,
+            pool: std::mem::take(self.pool.get_mut()),
+            pinned: self.pinned.get_mut().take_all(),
+            kernels: std::mem::take(self.kernels.loaded.get_mut()),
+            ways: std::mem::take(self.ways.get_mut()),
+            streams: idle.into_iter().chain(copies).collect(),
+        };
+        // To give these back, one has to wait for what is on the device: the waiter's thread, for one, must not.
+        if must_not_block_here() { drop_later(remains) } else { drop(remains) }
+    }
+}
+
+/// What a context has of the driver, which gets it back when this is dropped.
+struct Remains {
+    handle: Handle,
+    pool: Pool,
+    pinned: Vec<(usize, usize)>,
+    kernels: Modules,
+    ways: Ways,
+    streams: Vec<CuStream>,
+}
+
+impl Drop for Remains {
+    fn drop(&mut self) {
+        let cuda = self.handle.cuda;
+        let report = |error: CudaError| warn(self.handle.ordinal, "close the device", &error);
+        let entered = match self.handle.enter() {
+            Ok(entered) => entered,
+            Err(error) => return report(error),
+        };
+        self.pool.close(cuda, &entered, &report);
+        self.pinned.drain(..).for_each(|block| unpin(cuda, block, &report));
+        self.kernels.close(cuda, &report);
+        self.handle.close_events(&report);
+        self.ways.close(cuda, &report);
+        for stream in self.streams.drain(..) {
+            // SAFETY: made by `make_notifier` or `Way::make`, and nobody else has it; the driver lets what is on it finish.
+            unsafe { cuda.stream_destroy(stream) }.unwrap_or_else(report);
         }
     }
 }
