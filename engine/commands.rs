@@ -36,6 +36,11 @@ pub(crate) fn never_block_here() {
     MUST_NOT_BLOCK.set(true);
 }
 
+/// Whether this thread must not block, as many wait for what it does.
+pub(crate) fn must_not_block_here() -> bool {
+    MUST_NOT_BLOCK.get()
+}
+
 type Job = Box<dyn FnOnce() -> Result<(), Error> + Send>;
 
 /// A job that cannot fail.

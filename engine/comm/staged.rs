@@ -104,6 +104,11 @@ impl Call<'_> {
     ) -> Submitted {
         let (endpoint, mut held_up) = (self.side.0, None);
         let prepare = |mut operation: Operation| {
+            if operation.then.is_some() {
+                // The memory that the parts need is got at the call, so all parts must be known by then.
+                let problem = "an operation of two halves does not run on devices (a bug)";
+                return Err(Error::system(operation.call, problem));
+            }
             self.start_on_devices(operation.call, places(&memory))?;
             let placed = place(&mut operation, &binding, (whole.is_none(), varied), &memory)?;
             let outputs = memory.iter().filter_map(|memory| memory.output.fate().cloned()).collect();

@@ -23,6 +23,15 @@ pub(super) struct Piece {
     pub(super) bytes: u64,
 }
 
+/// Why nobody can tell when a piece is free.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Lost {
+    /// A stream that used it could not be marked.
+    Unmarked,
+    /// A graph may use it each time that it is launched.
+    InGraph,
+}
+
 /// A point in a stream: the stream's number, and an event that was recorded there.
 pub(super) type Mark = (u64, CuEvent);
 
@@ -43,12 +52,14 @@ pub(super) struct Block {
     handle: Option<CuIpcMemHandle>,
     /// As long as any of these lives, other processes may have it open.
     lent: Vec<Weak<()>>,
+    /// A graph may use a part of it.
+    is_in_graph: bool,
 }
 
 impl Block {
     pub(super) fn new(at: u64, bytes: u64) -> Block {
         let (number, free) = (new_number(), BTreeMap::from([(at, bytes)]));
-        Block { bytes, free, number, handle: None, lent: Vec::new() }
+        Block { bytes, free, number, handle: None, lent: Vec::new(), is_in_graph: false }
     }
 
     fn is_lent(&mut self) -> bool {
@@ -157,9 +168,12 @@ impl Pool {
     }
 
     /// Takes back a piece that is never to be used again, as nobody can tell whether the device still touches it.
-    pub(super) fn lose(&mut self, piece: Piece) {
+    pub(super) fn lose(&mut self, piece: Piece, why: Lost) {
         self.used -= piece.bytes;
         self.lost += piece.bytes;
+        if let Some(block) = self.blocks.get_mut(&piece.block) {
+            block.is_in_graph |= why == Lost::InGraph;
+        }
     }
 
     /// Frees the pieces that streams are done with. An event counts as not reached if the driver gives an error.
@@ -271,16 +285,18 @@ impl Pool {
         unused.iter().filter_map(|at| self.blocks.remove_entry(at)).collect()
     }
 
-    /// Gives all blocks back to the driver, once streams are done with the pieces that are pending. Nobody has a piece any more.
+    /// Gives all blocks back to the driver, once streams are done with the pieces that are pending, except those that a graph may use: another
+    /// library may keep the device's context, and launch the graph there. They end with the context. Nobody has a piece any more.
     pub(super) fn close(&mut self, cuda: &Cuda, entered: &Entered<'_>, report: &dyn Fn(CudaError)) {
         for (_, event) in self.pending.drain(..).flat_map(|pending| pending.after) {
             // SAFETY: an event of the entered context, which `pending` has owned.
             unsafe { sleep_until(cuda, entered, event).and_then(|()| cuda.event_destroy(event)) }
                 .unwrap_or_else(report);
         }
-        for at in std::mem::take(&mut self.blocks).into_keys() {
-            // SAFETY: an address that `more` got, and nobody has a piece there. Streams are done with the pending pieces, as was waited for
-            // above. For lost pieces, and where such a wait has failed, `cuMemFree` itself waits for the work that is on the device.
+        let blocks = std::mem::take(&mut self.blocks).into_iter().filter(|(_, block)| !block.is_in_graph);
+        for (at, _) in blocks {
+            // SAFETY: an address that `more` got, nobody has a piece there, and no graph was given one. Streams are done with the pending pieces, as
+            // was waited for above. For lost pieces, and where such a wait has failed, `cuMemFree` itself waits for the work on the device.
             unsafe { cuda.mem_free(at) }.unwrap_or_else(report);
         }
     }

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use allstream_sys::cuda::CuEvent;
 use parking_lot::Mutex;
 
-use super::blocks::{Mark, Piece};
+use super::blocks::{Lost, Mark, Piece};
 use super::context::Context;
 use super::devices::Device;
 use super::driver::warn;
@@ -82,8 +82,8 @@ struct Last {
     source: Source,
     /// How far each stream has used the memory through buffers that are gone.
     marks: Vec<Mark>,
-    /// Nobody can tell when the memory is free: a stream could not be marked, or a graph may use the memory.
-    lost: bool,
+    /// Set where nobody can tell when the memory is free.
+    lost: Option<Lost>,
 }
 
 /// Where memory is from.
@@ -112,10 +112,10 @@ impl Drop for Memory {
         let marks = std::mem::take(&mut last.marks);
         match (std::mem::replace(&mut last.source, Source::Empty), last.lost) {
             (Source::Empty, _) => {}
-            (Source::Pool(piece), true) => self.context.pool.lock().lose(piece),
-            (Source::Pool(piece), false) => return self.context.pool.lock().free(piece, marks),
-            (Source::Foreign(owner), true) => std::mem::forget(owner),
-            (Source::Foreign(owner), false) => {
+            (Source::Pool(piece), Some(why)) => self.context.pool.lock().lose(piece, why),
+            (Source::Pool(piece), None) => return self.context.pool.lock().free(piece, marks),
+            (Source::Foreign(owner), Some(_)) => std::mem::forget(owner),
+            (Source::Foreign(owner), None) => {
                 // The owner is dropped once every stream is done with the memory: each watch has a share of the owner.
                 let owner = Arc::new(Mutex::new(owner));
                 for (_, event) in marks {
@@ -142,7 +142,7 @@ impl<T: Element> Drop for DeviceBuf<T> {
         let context = &self.memory.context;
         // A graph that its stream is captured into may use the memory each time it is launched, and nothing tells which launch is the last.
         if self.stream.is_captured().unwrap_or(false) {
-            self.memory.last.lock().lost = true;
+            self.memory.last.lock().lost = Some(Lost::InGraph);
             return self.fate.hold(self.memory.clone());
         }
         match context.enter().and_then(|entered| self.stream.mark(&entered)) {
@@ -151,7 +151,7 @@ impl<T: Element> Drop for DeviceBuf<T> {
             Err(_) if self.stream.synchronize().is_ok() => {}
             Err(error) => {
                 warn(context.ordinal, "device memory is lost", &error);
-                self.memory.last.lock().lost = true;
+                self.memory.last.lock().lost.get_or_insert(Lost::Unmarked);
             }
         }
         self.fate.hold(self.memory.clone());
@@ -168,7 +168,7 @@ impl<T: Element> fmt::Debug for DeviceBuf<T> {
 impl<T: Element> DeviceBuf<T> {
     pub(super) fn of(source: Source, address: u64, len: usize, stream: &DeviceStream) -> DeviceBuf<T> {
         let (marks, foreign) = (!matches!(source, Source::Empty), matches!(source, Source::Foreign(_)));
-        let last = Mutex::new(Last { source, marks: Vec::new(), lost: false });
+        let last = Mutex::new(Last { source, marks: Vec::new(), lost: None });
         let context = stream.0.context.clone();
         let memory = Arc::new(Memory { context, address, len, foreign, last });
         let (stream, fate) = (stream.clone(), Arc::default());

@@ -1,8 +1,10 @@
 //! What the streams, events and memory of a device share, in this process.
 
 mod lines;
+mod synchronized;
 
 use std::ffi::c_void;
+use std::mem::ManuallyDrop;
 use std::ops::Deref;
 use std::sync::Weak;
 use std::time::Duration;
@@ -13,13 +15,15 @@ use allstream_sys::cuda::{
 use parking_lot::{MappedMutexGuard, Mutex, MutexGuard};
 
 pub(super) use self::lines::{Line, Owner, Point, Standing, Way, Ways};
+use self::synchronized::Synchronized;
 use super::allocations::Allocations;
 use super::blocks::Pool;
-use super::chores::give_back;
+use super::chores::{drop_later, give_back};
 use super::driver::warn;
 use super::handle::{Entered, Handle};
-use super::modules::Kernels;
+use super::modules::{Kernels, Modules};
 use super::pinned_cache::{PinnedCache, unpin};
+use crate::commands::must_not_block_here;
 use crate::error::Error;
 
 /// When the driver has no more memory to pin: how long to wait for pinned memory that is on its way back to the driver.
@@ -39,7 +43,8 @@ struct Notifiers {
 /// A device's handle, and what all streams, events and memory of the device share. The fields' types do not know `Context`, except those of
 /// `lines.rs`; the code that uses them is in files that import this one (`pool.rs`, `launch.rs`, `queues.rs`).
 pub(super) struct Context {
-    handle: Handle,
+    /// Taken out when this is dropped.
+    handle: ManuallyDrop<Handle>,
     pub(super) pool: Mutex<Pool>,
     /// Other libraries' memory that other processes read where it lies.
     pub(super) allocations: Mutex<Allocations>,
@@ -54,6 +59,8 @@ pub(super) struct Context {
     /// Pinned memory of the host's that nobody uses.
     pub(super) pinned: Mutex<PinnedCache>,
     pub(super) kernels: Kernels,
+    /// The streams that threads wait for.
+    synchronized: Mutex<Synchronized>,
 }
 
 impl Deref for Context {
@@ -67,7 +74,7 @@ impl Context {
     /// Retains the primary context of a device.
     pub(super) fn new(ordinal: usize) -> Result<Context, Error> {
         Ok(Context {
-            handle: Handle::new(ordinal)?,
+            handle: ManuallyDrop::new(Handle::new(ordinal)?),
             pool: Mutex::default(),
             allocations: Mutex::default(),
             growing: Mutex::default(),
@@ -77,6 +84,7 @@ impl Context {
             callers: Mutex::default(),
             pinned: Mutex::default(),
             kernels: Kernels::default(),
+            synchronized: Mutex::default(),
         })
     }
 
@@ -141,11 +149,43 @@ impl Context {
 
     /// Blocks until all copies that were put on that stream are done.
     pub(super) fn synchronize_copies(&self) -> Result<(), Error> {
-        let Some(Way { raw: stream, .. }) = self.copies_way() else { return Ok(()) };
-        self.call("wait for copies", |cuda| {
-            // SAFETY: `self` keeps the stream. If copies have moved to another one, this one is a spare stream, which only a line may take.
-            unsafe { cuda.stream_synchronize(stream) }
-        })
+        match MutexGuard::try_map(self.copies.lock(), |copies| copies.as_mut().map(|way| &mut way.raw)) {
+            Ok(stream) => self.synchronize("wait for copies", stream),
+            Err(_) => Ok(()),
+        }
+    }
+
+    /// Blocks until all that was put on a stream of this context is done. As long as the caller's lock on it (`stream`) is held, no other stream
+    /// takes its place. The lock is released before this waits. If another stream takes its place then, what is put there was put after this call
+    /// began, and need not be waited for; whoever gets the stream that was left, and has no use for it any more, destroys it by
+    /// [`destroy`](Self::destroy), which lets this wait end before.
+    pub(super) fn synchronize(
+        &self,
+        doing: &str,
+        stream: impl Deref<Target = CuStream>,
+    ) -> Result<(), Error> {
+        let raw = *stream;
+        self.synchronized.lock().begin(raw);
+        drop(stream);
+        // SAFETY: the stream existed while the caller's lock was held. Since then it counts as one that a thread waits for, so it exists until
+        // `end` is called below.
+        let waited = self.call(doing, |cuda| unsafe { cuda.stream_synchronize(raw) });
+        if self.synchronized.lock().end(raw) {
+            // SAFETY: `destroy` has left this stream to the last thread that waits for it.
+            self.close("destroy a stream", |cuda| unsafe { cuda.stream_destroy(raw) });
+        }
+        waited
+    }
+
+    /// Destroys a stream; or, if threads wait for it, has the last of them destroy it. The driver lets what is on it finish.
+    ///
+    /// # Safety
+    /// Made in this context by [`Way::make`], and only the caller still has it, but for threads in [`synchronize`](Self::synchronize).
+    pub(super) unsafe fn destroy(&self, stream: CuStream) {
+        if self.synchronized.lock().give_up(stream) {
+            // SAFETY: the caller's promise, and no thread waits for it. None will, as nobody has it any more.
+            self.close("destroy a stream", |cuda| unsafe { cuda.stream_destroy(stream) });
+        }
     }
 
     /// Pins `bytes` bytes of host memory. `what` says, for the error, what they are for.
@@ -188,23 +228,49 @@ impl Context {
 
 impl Drop for Context {
     fn drop(&mut self) {
-        let report = |error: CudaError| warn(self.ordinal, "close the device", &error);
-        match self.enter() {
-            Ok(entered) => {
-                self.pool.lock().close(self.cuda, &entered, &report);
-                let pinned = self.pinned.lock().take_all();
-                pinned.into_iter().for_each(|block| unpin(self.cuda, block, &report));
-                self.kernels.loaded.lock().close(self.cuda, &report);
-                self.handle.close_events(&report);
-                let copies = self.copies.lock().take().map(|way| way.raw);
-                self.ways.lock().close(self.cuda, &report);
-                let idle = std::mem::take(&mut self.notifiers.lock().idle);
-                for stream in idle.into_iter().chain(copies) {
-                    // SAFETY: made by `make_notifier` or `Way::make`, and nobody else has it; the driver lets what is on it finish.
-                    unsafe { self.cuda.stream_destroy(stream) }.unwrap_or_else(report);
-                }
-            }
-            Err(error) => report(error),
+        // SAFETY: taken out once, here, and from here on nobody uses it by `self`.
+        let handle = unsafe { ManuallyDrop::take(&mut self.handle) };
+        let idle = std::mem::take(&mut self.notifiers.get_mut().idle);
+        let copies = self.copies.get_mut().take().map(|way| way.raw);
+        let remains = Remains {
+            handle,
+            pool: std::mem::take(self.pool.get_mut()),
+            pinned: self.pinned.get_mut().take_all(),
+            kernels: std::mem::take(self.kernels.loaded.get_mut()),
+            ways: std::mem::take(self.ways.get_mut()),
+            streams: idle.into_iter().chain(copies).collect(),
+        };
+        // To give these back, one has to wait for what is on the device: the waiter's thread, for one, must not.
+        if must_not_block_here() { drop_later(remains) } else { drop(remains) }
+    }
+}
+
+/// What a context has of the driver, which gets it back when this is dropped.
+struct Remains {
+    handle: Handle,
+    pool: Pool,
+    pinned: Vec<(usize, usize)>,
+    kernels: Modules,
+    ways: Ways,
+    streams: Vec<CuStream>,
+}
+
+impl Drop for Remains {
+    fn drop(&mut self) {
+        let cuda = self.handle.cuda;
+        let report = |error: CudaError| warn(self.handle.ordinal, "close the device", &error);
+        let entered = match self.handle.enter() {
+            Ok(entered) => entered,
+            Err(error) => return report(error),
+        };
+        self.pool.close(cuda, &entered, &report);
+        self.pinned.drain(..).for_each(|block| unpin(cuda, block, &report));
+        self.kernels.close(cuda, &report);
+        self.handle.close_events(&report);
+        self.ways.close(cuda, &report);
+        for stream in self.streams.drain(..) {
+            // SAFETY: made by `make_notifier` or `Way::make`, and nobody else has it; the driver lets what is on it finish.
+            unsafe { cuda.stream_destroy(stream) }.unwrap_or_else(report);
         }
     }
 }

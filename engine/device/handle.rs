@@ -2,7 +2,7 @@
 //! handles only, and none of the types that are built on them.
 
 use std::marker::PhantomData;
-use std::sync::Once;
+use std::sync::{Arc, Once};
 use std::time::Duration;
 
 use allstream_sys::cuda::{
@@ -44,7 +44,7 @@ pub(super) struct Handle {
     pub(super) cuda: &'static Cuda,
     pub(super) ordinal: usize,
     pub(super) device: CuDevice,
-    context: CuContext,
+    retained: Arc<Retained>,
     pub(super) name: String,
     pub(super) uuid: [u8; 16],
     /// Events of [`mark`](Self::mark) that were given back, to be recorded again.
@@ -65,7 +65,7 @@ pub(super) struct Handle {
 pub(super) struct Entered<'a> {
     /// As long as this is there, no call of this thread breaks a capture. `None`: the thread makes only calls that break none anyway.
     _relaxed: Option<Relaxed>,
-    _held: Held,
+    _held: Held<'a>,
     /// It borrows the handle, and stays on this thread.
     _here: PhantomData<(&'a Handle, *const ())>,
 }
@@ -98,16 +98,15 @@ impl Handle {
         let flushes =
             unsafe { cuda.device_get_attribute(CU_DEVICE_ATTRIBUTE_CAN_FLUSH_REMOTE_WRITES, device) };
         let flushes = flushes.is_ok_and(|can| can != 0);
-        let _relaxed = relaxed(cuda);
-        // SAFETY: as above; released in `drop`.
-        let context = unsafe { cuda.device_primary_ctx_retain(device) }.map_err(tell)?;
+        // SAFETY: as above.
+        let retained = Arc::new(unsafe { Retained::new(cuda, device, ordinal) }.map_err(tell)?);
         static ONCE: Once = Once::new();
         ONCE.call_once(end_before_libraries);
         Ok(Handle {
             cuda,
             ordinal,
             device,
-            context,
+            retained,
             name,
             uuid,
             events: Mutex::default(),
@@ -134,7 +133,7 @@ impl Handle {
         }
         // SAFETY: `self` and `other` keep their contexts retained.
         let enabled =
-            self.enter().and_then(|_entered| unsafe { self.cuda.ctx_enable_peer_access(other.context, 0) });
+            self.enter().and_then(|_entered| unsafe { self.cuda.ctx_enable_peer_access(other.raw(), 0) });
         match enabled {
             // We, or somebody else in this process, have enabled it before.
             Err(error) if error.code == CuResult::PEER_ACCESS_ALREADY_ENABLED => Ok(true),
@@ -144,32 +143,25 @@ impl Handle {
 
     /// Makes the context this thread's current one, for any call.
     pub(super) fn enter(&self) -> Result<Entered<'_>, CudaError> {
-        // SAFETY: the context is retained until `self` is dropped, and `drop` first calls `forget` for it. `Entered` borrows `self`.
-        let _held = unsafe { Held::new(self.retained()) }?;
+        let _held = Held::new(&self.retained)?;
         Ok(Entered { _held, _relaxed: Some(relaxed(self.cuda)), _here: PhantomData })
     }
 
     /// The same, for calls that break no capture anyway: they put work on a stream, record an event or ask about a capture, or the thread is relaxed.
     pub(super) fn enter_plainly(&self) -> Result<Entered<'_>, CudaError> {
-        // SAFETY: as in `enter`.
-        let _held = unsafe { Held::new(self.retained()) }?;
+        let _held = Held::new(&self.retained)?;
         Ok(Entered { _held, _relaxed: None, _here: PhantomData })
     }
 
     /// The same as [`enter`](Self::enter), for calls of other libraries, which may make another context the thread's current one and leave it so.
     pub(super) fn enter_apart(&self) -> Result<Entered<'_>, CudaError> {
-        // SAFETY: as in `enter`.
-        let _held = unsafe { Held::apart(self.retained()) }?;
+        let _held = Held::apart(&self.retained)?;
         Ok(Entered { _held, _relaxed: Some(relaxed(self.cuda)), _here: PhantomData })
-    }
-
-    fn retained(&self) -> Retained {
-        Retained { context: self.context, cuda: self.cuda, ordinal: self.ordinal }
     }
 
     /// The driver's handle, which lives as long as this.
     pub(super) fn raw(&self) -> CuContext {
-        self.context
+        self.retained.context
     }
 
     pub(super) fn tell(&self, doing: &str, error: CudaError) -> Error {
@@ -289,16 +281,6 @@ impl Handle {
             // SAFETY: made by `marked`; an event may be destroyed before it is reached.
             unsafe { self.cuda.event_destroy(event) }.unwrap_or_else(report);
         }
-    }
-}
-
-impl Drop for Handle {
-    fn drop(&mut self) {
-        super::current::forget(self.context);
-        let _relaxed = relaxed(self.cuda);
-        // SAFETY: retained in `new`, and released once. Nobody uses what was made in it any more: each such thing has kept the `Context`.
-        unsafe { self.cuda.device_primary_ctx_release(self.device) }
-            .unwrap_or_else(|error| warn(self.ordinal, "close the device", &error));
     }
 }
 

@@ -16,6 +16,7 @@ use allstream_sys::nccl::{
 };
 use parking_lot::Mutex;
 
+use super::blocks::ALIGN;
 use super::buf::DeviceBuf;
 use super::chores::{Busy, end_before_libraries};
 use super::stream::DeviceStream;
@@ -365,8 +366,12 @@ impl Whole for NcclEnd {
     }
 
     fn get_ready(&self, call: &WholeCall, stream: &DeviceStream) -> Result<(), Error> {
-        let bytes: usize =
-            call.pieces.iter().map(|piece| self.copied(call, piece) * piece.dtype.size()).sum();
+        // `prepare` gets a copy for each piece, and the pool rounds each up.
+        let copy = |piece: &Piece| {
+            let bytes = self.copied(call, piece) * piece.dtype.size();
+            bytes.checked_next_multiple_of(ALIGN as usize).unwrap_or(bytes)
+        };
+        let bytes = call.pieces.iter().map(copy).fold(0, usize::saturating_add);
         let kind = if call.scale.is_some() { cuda::Kind::Scale } else { cuda::Kind::Copy };
         if bytes > 0 || call.scale.is_some() {
             stream.load(call.pieces.iter().filter_map(|piece| cuda::kernel(piece.dtype, kind)))?;

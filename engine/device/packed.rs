@@ -45,6 +45,9 @@ impl Packing<'_> {
     /// - `packed` is what `fill` gave for this packing and these gradients. The buffer that came with it still exists: the caller owns it, or
     ///   an operation that is on the buffer's stream owns it;
     /// - nobody has used the gradients since `fill`, and nobody uses them or frees the buffer before those streams wait for the copies.
+    ///
+    /// # Errors
+    /// The kernel cannot be put on the stream. [`Error::Invalid`]: the stream is of another device than the gradients.
     pub(crate) unsafe fn empty<B: Buf>(
         &self,
         stream: &DeviceStream,

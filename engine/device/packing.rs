@@ -69,13 +69,25 @@ pub(crate) unsafe fn unpack_on_device(
     contiguous: (&DevicePlace, usize),
     table: &Table,
 ) -> Result<(), Error> {
+    let packed_on = &contiguous.0.stream;
+    if !are_of_one_device(stream, packed_on) {
+        let (here, there) = (packed_on.device(), stream.device());
+        return Err(Error::invalid(
+            DOING,
+            format!("they are packed on {here:?}, and the stream is of {there:?}"),
+        ));
+    }
     // SAFETY: the caller's promise.
     unsafe { put(stream, contiguous, table, Direction::Unpack) }
 }
 
-/// Whether both are the same stream of the driver. (The default streams of two devices are not told apart.)
+/// Whether both are the same stream of the driver. (The handles alone do not tell: those of all devices' default streams are null.)
 pub(crate) fn is_same(a: &DeviceStream, b: &DeviceStream) -> bool {
-    a == b || a.as_raw() == b.as_raw()
+    a == b || are_of_one_device(a, b) && a.as_raw() == b.as_raw()
+}
+
+fn are_of_one_device(a: &DeviceStream, b: &DeviceStream) -> bool {
+    Arc::ptr_eq(&a.0.context, &b.0.context)
 }
 
 /// The streams of the parts. Neighbouring parts that have the same stream give it once.
@@ -109,7 +121,7 @@ pub(crate) fn zero_on_device(place: &DevicePlace, bytes: usize) -> Result<(), Er
 impl Table {
     /// A table of these parts, in the order of a stream of their device.
     fn new(stream: &DeviceStream, parts: &[Part]) -> Result<Table, Error> {
-        let elsewhere = |part: &&Part| !Arc::ptr_eq(&part.place.stream.0.context, &stream.0.context);
+        let elsewhere = |part: &&Part| !are_of_one_device(&part.place.stream, stream);
         if let Some(part) = parts.iter().find(elsewhere) {
             let (here, there) = (stream.device(), part.place.stream.device());
             return Err(Error::invalid(DOING, format!("a buffer is on {there:?}, and another on {here:?}")));

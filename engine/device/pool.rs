@@ -1,12 +1,12 @@
 //! The pool of a device's memory: hands out pieces of its blocks, and takes them back, in the order of streams. Where no piece is free, it gets
 //! a block from the driver.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use allstream_sys::cuda::{CuResult, CudaError};
 use parking_lot::MutexGuard;
 
-use super::blocks::{ALIGN, Block, Piece};
+use super::blocks::{ALIGN, Block, Lost, Piece};
 use super::context::{Context, Line};
 use super::devices::Device;
 use super::handle::Entered;
@@ -22,6 +22,9 @@ const PAGE: u64 = 2 << 20;
 const PAUSE: Duration = Duration::from_micros(50);
 /// How many times a caller waits for pending pieces, which other threads may take first, before it is refused.
 const ROUNDS: usize = 16;
+/// A caller waits no longer than this while nothing becomes free and a stream of the device waits for an operation that not all ranks may have
+/// called: the caller itself, or another thread that needs memory, may be the one that has to call it.
+const PATIENCE: Duration = Duration::from_secs(5);
 
 /// Memory of a device that its pool has, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -33,7 +36,8 @@ pub struct PoolMemory {
     pub pending: u64,
     /// In all blocks that the pool has from the driver, used or not.
     pub reserved: u64,
-    /// In dropped buffers that the device may still touch: after an error, or because a graph may use them. Never used again.
+    /// In dropped buffers that the device may still touch: after an error, or because a graph may use them. Never used again. What a graph may
+    /// use is not given back to the driver either: it stays until the device's primary context ends.
     pub lost: u64,
     /// The number of blocks.
     pub blocks: usize,
@@ -47,6 +51,29 @@ fn up(bytes: u64, to: u64) -> Option<u64> {
 /// memory, it can be sure that no other thread is about to bring some.
 type Turn<'a> = MutexGuard<'a, ()>;
 
+/// How long a caller has waited for memory that may not come before the caller, or another one, goes on.
+#[derive(Default)]
+struct Patience {
+    /// Since when a stream of the device waits and nothing has become free; `None`: when last looked, it was not so.
+    since: Option<Instant>,
+    /// How many pieces had become free by then.
+    released: u64,
+}
+
+impl Patience {
+    fn is_over(&mut self, context: &Context) -> bool {
+        let released = context.pool.lock().released;
+        // If the lock is taken, its holder may be about to make a stream wait: then this is as when last looked.
+        let waits = context.ways.try_lock().map(|mut ways| !ways.is_quiet());
+        if std::mem::replace(&mut self.released, released) != released || waits == Some(false) {
+            self.since = None;
+        } else if waits == Some(true) {
+            self.since.get_or_insert_with(Instant::now);
+        }
+        self.since.is_some_and(|since| since.elapsed() >= PATIENCE)
+    }
+}
+
 /// When the driver gives memory or takes some back, it may wait for all work on the device, and this work may wait for an
 /// operation for which another thread needs a piece. So the pool's lock is not held meanwhile, and a thread that waits for its
 /// turn takes what others free.
@@ -57,12 +84,12 @@ impl Context {
             (Some(bytes), Some(large)) => (bytes, large),
             _ => (u64::MAX, u64::MAX),
         };
-        let turn = match self.ready(line, bytes) {
-            Ok(piece) => return Ok(piece),
-            Err(turn) => turn,
-        };
-        let mut rounds = 0..ROUNDS;
+        let (mut rounds, mut patience) = (0..ROUNDS, Patience::default());
         loop {
+            let turn = match self.ready(line, bytes, &mut patience) {
+                Ok(piece) => return Ok(piece),
+                Err(turn) => turn.ok_or_else(|| self.stuck())?,
+            };
             let before = self.pool.lock().released;
             let refused = match self.more(entered, &turn, bytes, large) {
                 Err(error) if error.code == CuResult::OUT_OF_MEMORY => error,
@@ -83,26 +110,49 @@ impl Context {
                 }
                 pool.freed
             };
-            // All pending pieces together may be enough. The caller waits for streams only here, where it would be refused otherwise.
+            // All pending pieces together may be enough. The caller waits for streams only here, where it would be refused otherwise. Others
+            // have the turn meanwhile: these streams may wait for an operation for which one of them needs memory, or is to be refused it.
+            drop(turn);
             while self.pool.lock().is_pending(self, freed)? {
                 std::thread::sleep(PAUSE);
                 if let Some(piece) = self.pool.lock().ready(self, line.id, bytes) {
                     return Ok(piece);
                 }
+                if patience.is_over(self) {
+                    return Err(self.stuck());
+                }
             }
         }
     }
 
-    /// A piece that the pool has already; or, if it has none, the turn to ask the driver. Waits until there is one or the other.
-    fn ready(&self, line: &Line, bytes: u64) -> Result<Piece, Turn<'_>> {
+    /// A piece that the pool has already; or, if it has none, the turn to ask the driver. Waits until there is one or the other; `None`: neither
+    /// has come within the caller's patience.
+    fn ready(&self, line: &Line, bytes: u64, patience: &mut Patience) -> Result<Piece, Option<Turn<'_>>> {
         loop {
             if let Some(piece) = self.pool.lock().ready(self, line.id, bytes) {
                 return Ok(piece);
             }
             if let Some(turn) = self.growing.try_lock_for(PAUSE) {
                 // The thread that had the turn before may have brought more than it needed.
-                return self.pool.lock().ready(self, line.id, bytes).ok_or(turn);
+                return self.pool.lock().ready(self, line.id, bytes).ok_or(Some(turn));
             }
+            if patience.is_over(self) {
+                return Err(None);
+            }
+        }
+    }
+
+    /// The error for a caller whose patience is over.
+    fn stuck(&self) -> CudaError {
+        let pending = self.pool.lock().waiting();
+        CudaError {
+            call: "cuMemAlloc_v2",
+            code: CuResult::OUT_OF_MEMORY,
+            name: "CUDA_ERROR_OUT_OF_MEMORY".into(),
+            text: format!(
+                "out of memory: dropped buffers have {pending} bytes that streams still use, and none became free within {PATIENCE:?}, while a \
+                 stream of this device waits for an operation of several ranks: let all ranks call it before they get more memory"
+            ),
         }
     }
 
@@ -159,13 +209,17 @@ impl Context {
     /// memory now: there may be when it is needed.
     pub(super) fn reserve(&self, entered: &Entered<'_>, line: &Line, bytes: u64) -> Result<(), CudaError> {
         let (Some(bytes), Some(large)) = (up(bytes, ALIGN), up(bytes, PAGE)) else { return Ok(()) };
-        let piece = self.ready(line, bytes).or_else(|turn| self.more(entered, &turn, bytes, large));
+        let piece = match self.ready(line, bytes, &mut Patience::default()) {
+            Err(None) => return Ok(()),
+            Err(Some(turn)) => self.more(entered, &turn, bytes, large),
+            Ok(piece) => Ok(piece),
+        };
         match piece {
             Ok(piece) => {
                 // With a mark of this stream alone, the piece can be taken again at once for use in this stream's order.
                 match self.mark(entered, *line.raw()) {
                     Ok(event) => self.pool.lock().free(piece, vec![(line.id, event)]),
-                    Err(_) => self.pool.lock().lose(piece),
+                    Err(_) => self.pool.lock().lose(piece, Lost::Unmarked),
                 }
                 Ok(())
             }

@@ -222,13 +222,7 @@ impl DeviceStream {
     /// # Errors
     /// [`Error::Cuda`]: also if a kernel that was put on a stream of the device has failed.
     pub fn synchronize(&self) -> Result<(), Error> {
-        // The lock of `raw()` is released at once. If this moves to another `CUstream` during the wait, what is put there was put after this call
-        // began, and need not be waited for.
-        let raw = *self.0.raw();
-        self.0.context.call("wait for a stream", |cuda| {
-            // SAFETY: `self` keeps the stream. If `self` moves to another one meanwhile, this one is a spare stream, which only a line may take.
-            unsafe { cuda.stream_synchronize(raw) }
-        })
+        self.0.context.synchronize("wait for a stream", self.0.raw())
     }
 
     /// Refuses `call`, for this problem, if the stream is being captured: what is put here then goes into a graph instead of running.

@@ -110,7 +110,8 @@ struct Back {
     next: usize,
     /// Counts the stripes on their way back, and one more for the operation itself until the copies of all stripes have been started.
     running: Together,
-    /// Copies back may start: the streams of buffers that are only written have come past what they held at the call.
+    /// Copies back may start: the streams of buffers that are only written have come past what they held at the call. If nobody can tell, or work
+    /// there has failed, this is set as well, and `next` is past all stripes: no copy back is ever started.
     is_open: bool,
     /// If the operation was over before `is_open` was set: what is to be called when the last copies have been started.
     begun: Option<Begun>,
@@ -223,15 +224,21 @@ impl Staged {
     }
 
     /// The streams of buffers that are only written have come past what they held at the call; or, with an error, the driver has reported a failure.
+    /// This thread may be the waiter's, so it makes no call of the driver: a stream that is full would block it.
     fn open(self: Arc<Self>, result: Result<(), Error>) {
         let begun = {
             let mut back = self.back.lock();
             back.is_open = true;
+            if result.is_err() {
+                back.next = self.stripes.len();
+            }
             back.running.came(result);
             back.begun.take()
         };
         if let Some(begun) = begun {
-            self.end(begun);
+            let commands = self.commands.clone();
+            commands.put_always(move || self.end(begun));
+            commands.issue();
         }
     }
 

@@ -6,7 +6,7 @@ use std::sync::Mutex;
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
-use allstream::cuda::{DeviceBuf, DeviceStream, PinnedBuf};
+use allstream::cuda::{Device, DeviceBuf, DeviceStream, PinnedBuf};
 use allstream::{Comm, Error, Failed};
 
 use crate::support::{
@@ -281,7 +281,7 @@ fn no_driver_is_called_under_the_engines_locks() {
                 let stream = if is_bound {
                     bound(&mut comm, 2)
                 } else {
-                    DeviceStream::new(&allstream::cuda::Device::new(comm.rank() % 2).unwrap()).unwrap()
+                    DeviceStream::new(&Device::new(comm.rank() % 2).unwrap()).unwrap()
                 };
                 [0, 1, 1000, 70_000].iter().for_each(|len| basics(&mut comm, &stream, *len));
                 soon(comm.close()).unwrap();
@@ -290,5 +290,50 @@ fn no_driver_is_called_under_the_engines_locks() {
         nothing_left("all ranks have ended");
         let (calls, names) = crate::support::calls_under_locks();
         assert_eq!(calls, 0, "calls of the driver under the engine's locks: {names}");
+    });
+}
+
+/// The results of a staged operation go back when the stream of its output has come past the call; by then the stream is full again. Whoever puts the
+/// copies there waits for room, and that is not the thread that sees events: meanwhile events of another device are heard of.
+#[test]
+fn results_for_a_stream_that_is_full_hold_up_no_event() {
+    let variables = [("ALLSTREAM_TEST_CUDA_LOCK", "memory"), ("ALLSTREAM_TEST_CUDA_DEVICES", "2")];
+    child("blocked::results_for_a_stream_that_is_full_hold_up_no_event", &variables, || {
+        const ALL: u64 = u64::MAX;
+        let mut comm = Comm::local(1).unwrap().remove(0);
+        let [device, other] = [0, 1].map(|device| Device::new(device).unwrap());
+        let [inputs, full] = [(); 2].map(|()| DeviceStream::new(&device).unwrap());
+        let elsewhere = DeviceStream::new(&other).unwrap();
+        let (input, output) = (up(&inputs, values(0, 100)), up(&full, vec![0_f32; 100]));
+        let scratch = up(&full, vec![0_u8; 16]);
+        let pinned = || PinnedBuf::from_slice(&device, &values(0, 100)).unwrap();
+        pass(true, 0);
+        let before_the_call = DeviceBuf::from_host(&full, pinned());
+        let work = comm.timeout(2 * DEADLINE).all_gather_into(input, output);
+        let behind_it = DeviceBuf::from_host(&full, pinned());
+        // The data of this operation moves only when that of the one before has moved.
+        soon(comm.barrier()).unwrap();
+        let (stream, at) = (full.as_raw() as usize, scratch.as_ptr());
+        std::thread::scope(|scope| {
+            let _limited = Limited::new();
+            let (crowded, copies) = (calls("waiting for room"), calls("cuMemcpyHtoDAsync_v2"));
+            let launches = scope.spawn(move || launch(0, stream, at));
+            until("a launch waits for room", || calls("waiting for room") > crowded);
+            pass(true, 1);
+            until("the results go back", || calls("cuMemcpyHtoDAsync_v2") > copies);
+            let begin = Instant::now();
+            soon(elsewhere.record().unwrap()).unwrap();
+            assert!(begin.elapsed() < LONGEST / 2, "heard of after {:?}", begin.elapsed());
+            assert!(!launches.is_finished(), "the stream is full");
+            pass(true, ALL);
+            launches.join().unwrap();
+        });
+        assert_eq!(down(soon(work).unwrap().1), values(0, 100));
+        drop((soon(before_the_call).unwrap(), soon(behind_it).unwrap()));
+        assert_eq!(down(scratch), [1; 16]);
+        soon(comm.close()).unwrap();
+        drop((inputs, full, elsewhere, device, other));
+        nothing_left("all was dropped");
+        assert_eq!(report().freed_in_use, 0);
     });
 }

@@ -1,6 +1,7 @@
 //! Memory that runs out while other operations are under way: all ranks get an error, or one call is refused; the others go on.
 
 use std::sync::Barrier;
+use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 use allstream::cuda::{DeviceBuf, DeviceStream, PinnedBuf};
@@ -175,4 +176,57 @@ fn no_room_for_another_process_s_memory_is_told_to_both() {
     if let Some(held) = held {
         held.end_well(test);
     }
+}
+
+/// What rank 0 has dropped comes free only when rank 1 has called an operation, and before that call rank 1 needs memory, too. Neither waits for ever:
+/// both are told, and when rank 1 has called, there is memory again.
+#[test]
+fn ranks_that_wait_for_each_other_s_memory_are_told() {
+    let variables = [("ALLSTREAM_TEST_CUDA_MEMORY", "66M"), APART];
+    child("exhausted::ranks_that_wait_for_each_other_s_memory_are_told", &variables, || {
+        const PART: usize = 30 << 20;
+        let all = Barrier::new(2);
+        ranks(2, |mut comm| {
+            let (rank, stream) = (comm.rank(), bound(&mut comm, 1));
+            let buf = up(&stream, values(rank, 100));
+            all.wait();
+            let (ordered, buf) = if rank == 0 {
+                // Neither of the two is enough for what is asked for later, and both together are.
+                let parts = [(); 2].map(|()| DeviceBuf::<u8>::zeroed(&stream, PART).unwrap());
+                let ordered = comm.on(&stream).timeout(10 * DEADLINE).all_reduce(buf).join(&stream).unwrap();
+                drop(parts);
+                (Some(ordered), None)
+            } else {
+                (None, Some(buf))
+            };
+            all.wait();
+            let other = DeviceStream::new(&stream.device()).unwrap();
+            let (tell, told) = channel();
+            let asking = other.clone();
+            std::thread::spawn(move || tell.send(DeviceBuf::<u8>::zeroed(&asking, 2 * PART).map(drop)));
+            let error = told.recv_timeout(DEADLINE).expect("nobody waits for ever").unwrap_err();
+            let text = error.to_string();
+            for part in [
+                "get 62914560 bytes",
+                "CUDA_ERROR_OUT_OF_MEMORY (2)",
+                "let all ranks call it",
+                "Device::trim",
+            ] {
+                assert!(text.contains(part), "{part:?} in: {text}");
+            }
+            all.wait();
+            let sum = match (ordered, buf) {
+                (Some(ordered), _) => soon(ordered).unwrap(),
+                (_, buf) => soon(comm.timeout(10 * DEADLINE).all_reduce(buf.unwrap())).unwrap(),
+            };
+            assert!(down(sum) == sums(100));
+            all.wait();
+            if rank == 0 {
+                drop(DeviceBuf::<u8>::zeroed(&other, 2 * PART).unwrap());
+            }
+            soon(comm.close()).unwrap();
+        });
+        nothing_left("all ranks have ended");
+        assert_eq!(report().freed_in_use, 0);
+    });
 }

@@ -8,7 +8,7 @@ mod train;
 mod varied;
 
 use std::ffi::{c_int, c_void};
-use std::sync::OnceLock;
+use std::sync::{Barrier, OnceLock};
 use std::time::{Duration, Instant};
 
 use allstream::cuda::{Device, DeviceBuf, DevicePath, DeviceStream};
@@ -17,7 +17,7 @@ use test_support::cases::{self, Await, Case, Combine, Form, OnDevice, Oracle, Wh
 
 use crate::collectives::everything;
 use crate::support::{
-    NCCL as LIBRARY, child, down, function_of, is_ours, nccl_library, nothing_left, ranks, report,
+    NCCL as LIBRARY, calls, child, down, function_of, is_ours, nccl_library, nothing_left, ranks, report,
     set_delays, soon, up, values,
 };
 
@@ -610,6 +610,61 @@ fn the_pool_keeps_what_nccl_has_made() {
             assert_eq!(told().inits, first + 2);
             drop(down(soon(child.all_reduce(up(&stream, values(rank, LEN)))).unwrap()));
             soon(child.close()).unwrap();
+            soon(comm.close()).unwrap();
+        });
+        all_is_gone();
+    });
+}
+
+/// The memory for the copies of all buffers of a list is got at the call. Later, when NCCL gets the call, the driver is asked for none: it might wait
+/// for all that is on the device.
+#[test]
+fn memory_for_the_copies_of_a_list_is_got_at_the_call() {
+    /// Each copy takes 512 bytes of the pool.
+    const COUNT: usize = 200;
+    with_nccl("nccl::memory_for_the_copies_of_a_list_is_got_at_the_call", 2, &[], || {
+        let all = &Barrier::new(2);
+        ranks(2, |mut comm| {
+            let (rank, stream) = (comm.rank(), bound(&mut comm));
+            let device = stream.device();
+            let list = || (0..COUNT).map(|i| up(&stream, values(rank + i, 1))).collect::<Vec<_>>();
+            // This loads the kernels.
+            drop(soon(comm.scale(0.5).reduce_list(list(), 0)).unwrap());
+            let (bufs, mut filling) = (list(), Vec::new());
+            stream.synchronize().unwrap();
+            device.trim().unwrap();
+            let unused = || {
+                let pool = device.pool();
+                (pool.reserved - pool.used - pool.pending) as usize
+            };
+            // What is left is less than the copies of rank 1 take.
+            while unused() > 32 << 10 {
+                let half = 1 << (unused().ilog2() - 1);
+                filling.push(DeviceBuf::<u8>::zeroed(&stream, half).unwrap());
+            }
+            all.wait();
+            let before = calls("cuMemAlloc_v2");
+            all.wait();
+            let allocated = || calls("cuMemAlloc_v2") - before;
+            // Rank 0 has the results, and its inputs are scaled where they lie.
+            let back = if rank == 1 {
+                let work = comm.scale(0.5).reduce_list(bufs, 0);
+                assert!(allocated() > 0, "the call gets the memory");
+                let at_call = allocated();
+                all.wait();
+                let back = soon(work).unwrap();
+                assert_eq!(allocated(), at_call, "the memory was got at the call");
+                back
+            } else {
+                all.wait();
+                soon(comm.scale(0.5).reduce_list(bufs, 0)).unwrap()
+            };
+            for (i, buf) in back.into_iter().enumerate() {
+                let sum = values(i, 1)[0] * 0.5 + values(1 + i, 1)[0] * 0.5;
+                assert_eq!(down(buf), [if rank == 0 { sum } else { values(1 + i, 1)[0] }], "buffer {i}");
+            }
+            all.wait();
+            drop(filling);
             soon(comm.close()).unwrap();
         });
         all_is_gone();

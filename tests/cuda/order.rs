@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use allstream::Comm;
-use allstream::cuda::{DeviceBuf, DeviceStream, PinnedBuf};
+use allstream::cuda::{Device, DeviceBuf, DeviceStream, PinnedBuf};
 
 use crate::support::{
     bound, calls, child, device, nothing_left, numbers, pass, ranks, report, set_delays, soon, until, up,
@@ -294,5 +294,43 @@ fn a_panic_in_the_drop_of_a_streams_owner_keeps_nobody_from_hearing_of_the_end_o
         assert!(panicked.load(Ordering::SeqCst) > 0, "the thread that watches has dropped an owner");
         let (_device, stream) = device();
         soon(stream.record().unwrap()).unwrap();
+    });
+}
+
+/// The last handle of a device is in an event that is watched, and memory of the device is still in use when that event is reached: to close the device
+/// takes long. Meanwhile other events are heard of.
+#[test]
+fn a_device_that_is_closed_by_its_last_event_holds_up_no_other_event() {
+    let two = [("ALLSTREAM_TEST_CUDA_DEVICES", "2")];
+    child("order::a_device_that_is_closed_by_its_last_event_holds_up_no_other_event", &two, || {
+        const ALL: u64 = u64::MAX;
+        let (closed, open) = (Device::new(0).unwrap(), Device::new(1).unwrap());
+        let [memory, event] = [(); 2].map(|()| DeviceStream::new(&closed).unwrap());
+        let [to_device, to_host, free] = [(); 3].map(|()| DeviceStream::new(&open).unwrap());
+        let pinned = || PinnedBuf::from_slice(&open, &numbers(5000)).unwrap();
+        let source = soon(DeviceBuf::from_host(&to_host, pinned())).unwrap().1;
+        // Each of the closed device's streams waits for a copy of the other device that does not pass yet.
+        pass(true, 0);
+        pass(false, 0);
+        let upload = DeviceBuf::from_host(&to_device, pinned());
+        let download = source.to_host(pinned());
+        memory.wait_event(&to_device.record().unwrap()).unwrap();
+        drop(DeviceBuf::<u8>::zeroed(&memory, 1000).unwrap());
+        event.wait_event(&to_host.record().unwrap()).unwrap();
+        let last = event.record().unwrap().on_host();
+        drop((memory, event, closed));
+        pass(false, ALL);
+        soon(last).unwrap();
+        drop(soon(download).unwrap());
+        let start = Instant::now();
+        soon(free.record().unwrap()).unwrap();
+        assert!(start.elapsed() < Duration::from_secs(5), "{:?}", start.elapsed());
+        assert_eq!(report().contexts, 2, "a device is being closed");
+        pass(true, ALL);
+        drop(soon(upload).unwrap());
+        until("it is closed", || report().contexts == 1);
+        drop((to_device, to_host, free, open));
+        nothing_left("all was dropped");
+        assert_eq!(report().freed_in_use, 0);
     });
 }

@@ -240,3 +240,42 @@ fn all_gradients_of_a_rank_are_on_one_device() {
         soon(comm.barrier()).unwrap();
     });
 }
+
+/// Gradients on one device, joined with a stream of another: a kernel on that stream could not copy them back. The default streams of all devices have
+/// the same handle, and are not the same stream.
+#[test]
+fn a_step_is_not_joined_with_a_stream_of_another_device() {
+    let variables = [("ALLSTREAM_TEST_CUDA_DEVICES", "2")];
+    child("packed::a_step_is_not_joined_with_a_stream_of_another_device", &variables, || {
+        let mut comm: Comm = Comm::local(1).unwrap().remove(0);
+        soon(comm.bind_device(&Device::new(0).unwrap())).unwrap();
+        for is_default in [false, true] {
+            let streams = [0, 1].map(|device| {
+                let device = Device::new(device).unwrap();
+                match is_default {
+                    // SAFETY: the default stream is always there.
+                    true => unsafe { DeviceStream::from_raw(&device, std::ptr::null_mut()) }.unwrap(),
+                    false => DeviceStream::new(&device).unwrap(),
+                }
+            });
+            let layout = [Param::of::<f32>(3).on_device(), Param::of::<f32>(20_000).on_device()];
+            let mut buckets = soon(Buckets::new(&comm.share(), &layout)).unwrap();
+            for (i, len) in [3, 20_000].into_iter().enumerate() {
+                buckets.push(i, up(&streams[0], values(i, len))).unwrap();
+            }
+            let failed = buckets.join(&streams[1]).map(drop).unwrap_err();
+            assert!(failed.buf.is_none(), "the step goes on");
+            let text = failed.error.to_string();
+            let expected =
+                ["the gradients are on Device(0", "the stream is of Device(1", "join with a stream of"];
+            assert!(expected.iter().all(|part| text.contains(part)), "{text}");
+            let back = buckets.join(&streams[0]).unwrap().in_order().unwrap();
+            for (i, (grad, len)) in back.into_iter().zip([3, 20_000]).enumerate() {
+                assert!(down(grad) == values(i, len), "parameter {i}");
+            }
+            soon(buckets.close()).unwrap();
+        }
+        soon(comm.close()).unwrap();
+        nothing_left("all was dropped");
+    });
+}

@@ -274,12 +274,9 @@ impl Binding {
         self.folds_at_once(bytes) && size <= MAX_OUTS && longest <= limits().1 && has_words()
     }
 
-    /// Which parts of an operation are folded: none, if not all of them are known yet.
+    /// Which parts of an operation are folded: those of which [`needs`](Self::needs) says so.
     pub(crate) fn folds(&self, operation: &mut Operation) -> Folds {
         let mut folds = Folds::default();
-        if operation.then.is_some() {
-            return folds;
-        }
         let (scale, reduction) = (operation.scale, operation.reduction.clone());
         let parts = operation.parts.all();
         let mut others = 0;

@@ -111,8 +111,8 @@ impl Drop for Line {
             return;
         }
         let raw = self.way.get_mut().raw;
-        // SAFETY: made by `Way::make`, and only this line still had it. The driver lets what is on it finish.
-        self.context.close("destroy a stream", |cuda| unsafe { cuda.stream_destroy(raw) });
+        // SAFETY: made by `Way::make`, and only this line still had it, but for threads in `Context::synchronize`.
+        unsafe { self.context.destroy(raw) };
     }
 }
 

@@ -52,7 +52,8 @@ impl<B: Buf> Buckets<B> {
     /// buckets of a step of more than 512; and in the second step for the order of the first.
     ///
     /// # Errors
-    /// Those of `finish` that are known already. An error that becomes known later is that of the result, with all gradients that can be had:
+    /// [`Error::Invalid`], without the gradients: some are missing, or they are on a device and `stream` is of another one; the step then goes
+    /// on. Else those of `finish` that are known already. An error that becomes known later is that of the result, with all gradients that can be had:
     /// jobs on a host stream then do not run; on a device's stream they have run already, and the contents of the gradients are unspecified.
     pub fn join(&mut self, stream: &impl Stream) -> Joined<B> {
         self.push_accumulated();
@@ -62,10 +63,22 @@ impl<B: Buf> Buckets<B> {
                 Err(error) => self.failed_here(error),
             });
         }
+        if let Some(problem) = self.elsewhere(stream) {
+            return Err(Failed { buf: None, error: Error::invalid(CALL, problem) });
+        }
         if let Err(error) = self.launch_rest() {
             return Err(self.failed_here(error));
         }
         self.join_launched(stream)
+    }
+
+    /// What is wrong if the gradients are on one device and `stream` is of another: kernels on that stream could not copy packed gradients back.
+    pub(super) fn elsewhere(&self, stream: &impl Stream) -> Option<String> {
+        let (Either::Device(stream), Some(ours)) = (stream.either(), &self.device) else { return None };
+        let found = stream.device();
+        (found != *ours).then(|| {
+            format!("the gradients are on {ours:?}, and the stream is of {found:?}: join with a stream of the gradients' device")
+        })
     }
 
     /// Makes the packed buffers of the next step, which a host stream needs, as its jobs copy this step's later.

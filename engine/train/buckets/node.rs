@@ -70,8 +70,8 @@ impl<B: Buf> NodeBuckets<B> {
     /// result for each device.
     ///
     /// # Errors
-    /// [`Error::Invalid`] if there is not one stream for each device, or if a device has no gradient of some parameters (it names device and
-    /// parameters); the step then goes on. Else the errors of `Buckets::join` that are known already, with all gradients that can be had.
+    /// [`Error::Invalid`] if there is not one stream for each device, if the gradients of one of the node's devices are on another CUDA device
+    /// than its stream, or if a device has no gradient of some parameters (it names device and parameters); the step then goes on. Else the errors of `Buckets::join` that are known already, with all gradients that can be had.
     pub fn join(&mut self, streams: &[impl Stream]) -> JoinedNode<B> {
         let (found, devices) = (streams.len(), self.0.len());
         if found != devices {
@@ -81,6 +81,12 @@ impl<B: Buf> NodeBuckets<B> {
         if let Err(error) = self.check_whole("join") {
             let Some(dead) = self.dead() else { return Err(Failed { buf: None, error }) };
             return Err(self.failed_here(&dead));
+        }
+        let elsewhere = |(device, (buckets, stream)): (usize, (&Buckets<B>, _))| {
+            buckets.elsewhere(stream).map(|problem| format!("stream {device}: {problem}"))
+        };
+        if let Some(problem) = self.0.iter().zip(streams).enumerate().find_map(elsewhere) {
+            return Err(Failed { buf: None, error: Error::invalid("NodeBuckets::join", problem) });
         }
         // All devices launch before any joins. A join may wait for the other devices' part of a bucket, which this thread launches, too.
         self.launch_rest().map_err(|error| self.failed_here(&error))?;
