@@ -49,7 +49,7 @@ mod tests {
         let [a, b] = [8, 16].map(|at| CuStream(std::ptr::without_provenance_mut(at)));
         let mut synchronized = Synchronized::default();
         assert!(synchronized.give_up(b), "nobody waits for it");
-        [a, a, b].map(|stream| synchronized.begin(stream));
+        [a, a, b].into_iter().for_each(|stream| synchronized.begin(stream));
         assert!(!synchronized.give_up(a), "two threads wait for it");
         assert!(!synchronized.end(a), "one still does");
         assert!(!synchronized.end(b), "its owner still has it");
