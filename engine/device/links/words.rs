@@ -1,10 +1,10 @@
 //! The words by which two ranks in two processes tell each other how far their streams have come.
 //!
-//! For each rank in another process, a rank has a page of its own region, its *inbox*, which is the peer's *outbox*. Of all streams
-//! only the peer's writes there, and only this rank's waits for what is written there. So whatever becomes of the peer, this rank's host can
-//! end every such wait of its own stream by stores to its own memory ([`Inbox::release`]).
+//! For each peer in another process, a rank takes a page of its own region: the rank's *inbox*, which is the peer's *outbox*. Of all streams
+//! only the peer's writes to that page, and only this rank's waits for what is written there. So whatever becomes of the peer, this rank's
+//! host can end every such wait of its own stream by stores to its own memory ([`Inbox::release`]).
 //!
-//! Frames are counted modulo 2^32. Both streams come to the frames in the order of their ring, so a count stands for all frames before.
+//! Frames are counted modulo 2^32. Both streams come to the frames in the order in which they were posted, so a count covers all before it.
 
 use std::ptr::NonNull;
 use std::sync::atomic::Ordering;
@@ -26,21 +26,21 @@ pub(super) const DONE: usize = 128;
 pub(super) const END: usize = 256;
 /// 1: the peer writes nothing more here. Only hosts write and read this word.
 const LEFT: usize = 384;
-/// How many loans to the peer the peer's stream is past: it no longer touches their memory. No stream waits for this word or for
-/// [`PAST_END`], and our host writes neither. So both can be believed whatever has failed.
+/// How many of the loans to the peer its stream has passed: it no longer touches their memory. No stream waits for this word or for
+/// [`PAST_END`], so our host never writes them to end a wait, and both can be believed whatever has failed.
 pub(super) const PAST: usize = 512;
-/// 1: the peer's stream is past all its work on memory of ours, and is given no more work of this communicator.
+/// 1: the peer's stream is past all its work on memory of ours, and gets no more such work from this communicator.
 pub(super) const PAST_END: usize = 640;
 
 /// Added to what a word shows, this ends all waits of a stream for that word: none of them is for a value so far ahead.
 const AHEAD: u32 = 1 << 30;
 
-/// What a word shows once a stream has come past this frame.
+/// The count that stands for this frame and all before it, as [`READY`] and [`DONE`] show it.
 pub(super) fn mark(frame: u64) -> u32 {
     (frame as u32).wrapping_add(1)
 }
 
-/// Pages of dropped inboxes that the peer had not [left](LEFT) by then. [`Inbox::new`] gives back those that it has left since.
+/// Pages of inboxes that were dropped before the peer had [left](LEFT) them. [`Inbox::new`] gives back those that were left since.
 static KEPT: Mutex<Vec<(Weak<Region>, usize)>> = Mutex::new(Vec::new());
 
 /// Gives a page back if the peer has [left](LEFT) it. Returns whether the page need not be kept: it is given back, or its region is gone.
@@ -58,8 +58,8 @@ fn register(region: &Arc<Region>, stream: &DeviceStream, offset: usize) -> Resul
     let at = NonNull::new(region.at(offset));
     let nowhere = || Error::system("register words that processes share", "there is no such page (a bug)");
     let at = at.filter(|at| region.is_page(at.as_ptr(), PAGE)).ok_or_else(nowhere)?;
-    // SAFETY: the page lies in the mapping (`is_page`), which the result keeps. `Inbox::new` has taken it for words alone, or a peer that did
-    // so has told `Outbox::open` of it. One rank of this process knows the page and registers it once; the driver refuses a second time.
+    // SAFETY: one page (both callers pass a multiple of `PAGE`) of the mapping (`is_page`), which the result keeps. `Inbox::new` took it for
+    // words alone, here or in a correct peer. One rank of this process knows it and registers it once; the driver refuses a second time.
     unsafe { SharedWords::register(stream, (at, PAGE), region.clone()) }
 }
 
@@ -68,7 +68,7 @@ pub(super) struct Inbox {
     words: Option<SharedWords>,
     region: Arc<Region>,
     offset: usize,
-    /// What `release` writes, once it has been called.
+    /// The words' offsets and the values that `release` writes to them, from its first call on.
     released: OnceLock<[(usize, u32); 3]>,
 }
 
@@ -76,7 +76,7 @@ impl Inbox {
     /// Takes a page of our own region, and registers it with the driver for the device of `stream`.
     pub(super) fn new(stream: &DeviceStream, region: &Arc<Region>) -> Result<Inbox, Error> {
         KEPT.lock().retain(|(region, offset)| !given_back(region, *offset));
-        let full = || Error::system("make words for another process", "this rank's shared memory is full");
+        let full = || Error::system("share a page with another process", "this rank's shared memory is full");
         let offset = region.take_pages(PAGE).ok_or_else(full)?;
         match register(region, stream, offset) {
             Ok(words) => {
@@ -106,13 +106,13 @@ impl Inbox {
         stream.wait_word(self.words()?, word, value)
     }
 
-    /// Whether the word shows `value` or more, be it because waits for the word were [ended](Self::release).
+    /// Whether the word shows `value` or more, whether the peer's stream has written that or [`release`](Self::release).
     pub(super) fn shows(&self, word: usize, value: u32) -> bool {
         self.words.as_ref().is_some_and(|words| words.shows(word, value))
     }
 
-    /// Ends all waits of our stream for these words; the stream must not be made to wait for them any more. To be called again if the
-    /// stream still waits, as the stream of a peer that lives may have written smaller values in between.
+    /// Ends all waits of our stream for [`READY`], [`DONE`] and [`END`]; nobody may put such a wait on the stream any more. To be called again
+    /// as long as the stream still waits: the stream of a peer that lives may have written smaller values in between.
     pub(super) fn release(&self) {
         let word = |word: usize| self.region.word(self.offset + word);
         let ahead = |at: usize| (at, word(at).load(Ordering::Acquire).wrapping_add(AHEAD));
