@@ -1,4 +1,4 @@
-//! Probes with a stream that waits: which other streams share its hardware queue, and how many launches it takes before a call blocks.
+//! Probes with a stream that waits: which other streams share its hardware queue, and how many launches can be put on it before a call blocks.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -13,16 +13,16 @@ use super::driver::{Aside, Gate, Gpu, Problem, Stream, Word, code, problem, soon
 /// How many streams of the usual priority are made, and how many of the highest.
 const STREAMS: usize = 40;
 const URGENT: usize = 12;
-/// Once no further stream has come to its work for so long, those that have not are taken to be held up.
+/// When no further stream has come to its work for so long, those that have not come to theirs count as held up.
 const QUIET: Duration = Duration::from_millis(8);
-/// The same time where queues are counted. It is longer, and each stream is tried twice, because a busy host makes streams late, too.
+/// The same time where queues are counted. It is longer, and each try is made twice, because a busy host makes streams late, too.
 const SURE: Duration = Duration::from_millis(20);
 /// After so long no further stream is blocked, if [`LEAST`] have been.
 const LOOK: Duration = Duration::from_millis(1300);
 /// At least so many streams are blocked in turn, however long that takes.
 const LEAST: usize = 8;
 
-/// Streams, a word that the blocked one waits for (`gate`), and a word of each that it writes when it comes to its work (`bells`).
+/// Streams, the word that the blocked one waits for (`gate`), the words that the others write (`bells`), and the number of tries (`round`).
 struct Many {
     streams: Vec<Stream>,
     gate: Gate,
@@ -79,7 +79,7 @@ pub(crate) fn queues(gpu: &'static Gpu) -> Result<Answer, Problem> {
     let is_urgent = |i: usize| i >= STREAMS;
     let start = Instant::now();
     let mut rows: Vec<(usize, Vec<bool>)> = Vec::new();
-    // First block one stream of each queue: a stream that no earlier one has held up. So all queues are found even in little time.
+    // First block one stream of each queue, while time is left: each that no earlier stream of its priority has held up.
     for urgent in [false, true] {
         for i in (0..ALL).filter(|i| is_urgent(*i) == urgent) {
             let known = rows.iter().any(|(by, held)| is_urgent(*by) == urgent && held[i]);
@@ -117,7 +117,7 @@ pub(crate) fn queues(gpu: &'static Gpu) -> Result<Answer, Problem> {
         .with("highest_priority_shares", f64::from(crosses)))
 }
 
-/// A stream that goes on while `waiting` waits, if there is one among a few.
+/// A new stream that goes on while `waiting` waits for the gate to show `round`, if there is one among a few.
 pub(crate) fn stream_beside(waiting: &Stream, gate: &Gate, round: u32) -> Result<Option<Stream>, Problem> {
     const TRIES: usize = 6;
     let gpu = waiting.gpu;
@@ -139,10 +139,10 @@ pub(crate) fn stream_beside(waiting: &Stream, gate: &Gate, round: u32) -> Result
 /// Work is put on a waiting stream at most so many times, and launches for at most so long.
 const MOST: u32 = 20_000;
 const FILLING: Duration = Duration::from_millis(1000);
-/// An enqueueing call that does not return for so long is blocked.
+/// An enqueueing call that does not return for so long counts as blocked.
 const BLOCKED: Duration = Duration::from_millis(250);
 
-/// How many calls a waiting stream took.
+/// How many calls put work on a waiting stream, and whether the thread that made them has ended (`done`).
 struct Filled {
     count: u32,
     /// Whether the stream took no more: a call did not return.
@@ -150,7 +150,7 @@ struct Filled {
     done: Arc<AtomicBool>,
 }
 
-/// Puts work on a stream that waits, until a call does not return.
+/// Puts work on a stream that waits, until a call does not return, [`MOST`] calls were made, or `limit` is over.
 fn fill(
     gpu: &'static Gpu,
     put: impl Fn() -> Result<(), CudaError> + Send + 'static,
@@ -188,7 +188,7 @@ fn fill(
             break filling.within(BLOCKED).is_none();
         }
     };
-    // The call that is under way is the last one, also where it returns later.
+    // If the call that is under way returns later, no other call follows.
     stop.store(true, Ordering::Relaxed);
     Ok(Filled { count: count.load(Ordering::Acquire), is_full, done })
 }
@@ -274,7 +274,7 @@ pub(crate) fn depth(gpu: &'static Gpu) -> Result<Answer, Problem> {
     Ok(Answer::new(format!("{} launches", launches.told()), remark).with_all(figures))
 }
 
-/// Enters the context and leaves it, as the engine does around each call.
+/// Enters the context and leaves it, as the engine does around its calls, unless the thread keeps the context entered.
 fn enter_and_leave(gpu: &Gpu) -> Result<(), CudaError> {
     gpu.enter()?;
     // SAFETY: pops what was just pushed on this thread.

@@ -1,4 +1,4 @@
-//! The directory to which all ranks of a job write their flight recorders. The launcher names it when the job has failed.
+//! The directory to which the ranks of a job write their flight recorders. When the job has failed, the launcher tells the user its name.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -11,7 +11,7 @@ use rustix::process::Pid;
 use super::Job;
 
 const VARIABLE: &str = "ALLSTREAM_TRACE_DIR";
-/// How many directories of jobs [`prune`] leaves: those that changed last.
+/// How many directories of jobs that have ended [`prune`] keeps: those that changed last.
 const KEPT: usize = 64;
 
 /// The directory of a job's flight recorders.
@@ -23,15 +23,15 @@ pub(super) struct Records {
 }
 
 impl Records {
-    /// The directory that the user names by [`VARIABLE`], or else one of this job's own. In either case the ranks find its name in
-    /// [`VARIABLE`], and the first rank that writes a flight recorder makes it.
+    /// The directory that the user names by [`VARIABLE`]. If the user names none: one for this job alone, whose name the ranks get in
+    /// [`VARIABLE`]. The directory is made by the first rank that writes a flight recorder.
     pub(super) fn of(job: &mut Job) -> Records {
         let given = job.env.iter().rev().find(|(key, _)| key == VARIABLE).map(|(_, value)| value.clone());
         let dir = match given.or_else(|| std::env::var_os(VARIABLE)) {
             Some(off) if off == "off" => None,
             Some(dir) => Some(dir.into()),
             None => {
-                // The user's number is in the name, as in the engine's default: one name for all users would be the first user's directory.
+                // The user's number is in the name, as in the engine's default: one user cannot write to a directory that another one has made.
                 let user = rustix::process::geteuid().as_raw();
                 let all = std::env::temp_dir().join(format!("allstream-{user}"));
                 prune(&all);
@@ -45,7 +45,7 @@ impl Records {
         Records { dir, since: SystemTime::now() }
     }
 
-    /// The directory, if a rank of this job has written a flight recorder there.
+    /// The directory, if on this host it holds a flight recorder that was written since the job began.
     pub(super) fn found(&self) -> Option<&Path> {
         let is_new = |entry: fs::DirEntry| {
             entry.path().extension() == Some(OsStr::new("json"))
@@ -85,7 +85,7 @@ fn is_ours(dir: &Path) -> bool {
     fs::symlink_metadata(dir).is_ok_and(|about| about.is_dir() && about.uid() == uid)
 }
 
-/// The launcher's process number in a name that [`Records::of`] has given, `job-SECONDS-PID`. `None`: the directory is none of a job's.
+/// The launcher's process number in a directory's name that [`Records::of`] has given, `job-SECONDS-PID`. `None`: it is no such name.
 fn launcher(name: &str) -> Option<Pid> {
     let (seconds, pid) = name.strip_prefix("job-")?.split_once('-')?;
     seconds.parse::<u64>().ok()?;
@@ -107,7 +107,7 @@ mod tests {
     /// A number that no process has: the system gives out none above 2^22.
     const NOBODY: u32 = (1 << 22) + 1;
 
-    /// Makes `KEPT` directories of jobs, and one that is older than all of these for each of `older`.
+    /// Makes `KEPT` directories of ended jobs, and for each name in `older` a directory that changed before all of those.
     fn jobs(all: &Path, older: &[&str]) {
         let newer = (0..KEPT).map(|i| format!("job-{}-{NOBODY}", 2000 + i));
         for (age, name) in newer.chain(older.iter().map(|name| (*name).into())).enumerate() {

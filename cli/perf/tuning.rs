@@ -11,10 +11,10 @@ use crate::error::BoxError;
 
 /// A choice is good if its time is at most this many times the best algorithm's time.
 const BAR: f64 = 1.15;
-/// Rounds over all algorithms, interleaved.
+/// Rounds for each size. In each round every algorithm is measured once.
 const ROUNDS: usize = 5;
 
-/// The times of one size, in place: in microseconds, the median over the rounds' medians.
+/// The times of one size, in place, in microseconds: each is the median of the medians of all rounds.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Choice {
     pub(crate) size: usize,
@@ -48,7 +48,7 @@ impl Choice {
     }
 }
 
-/// The two lines above the columns.
+/// The two lines of the columns' headings.
 fn head() -> [String; 2] {
     [
         format!(
@@ -59,7 +59,7 @@ fn head() -> [String; 2] {
     ]
 }
 
-/// The line after the table.
+/// The line after the table. `None`: nothing was measured.
 pub(crate) fn footer(choices: &[Choice]) -> Option<String> {
     let worst = choices.iter().max_by(|a, b| a.ratio().total_cmp(&b.ratio()))?;
     let good = choices.iter().filter(|choice| choice.ratio() <= BAR).count();
@@ -87,7 +87,7 @@ pub(crate) fn check(
     let small = args.case(comm, 4, unit)?;
     for &algo in plan::algorithms(kind) {
         (effort.algo, effort.iters) = (algo, Some(1));
-        // An algorithm that cannot be named here is refused on all ranks alike, before anything is sent.
+        // A call with an algorithm that cannot be named here fails on all ranks alike, before it sends anything.
         match measure_in_place(comm, &small, effort) {
             Ok(_) => algos.push(algo),
             Err(Error::Invalid { .. }) => {}
@@ -109,7 +109,7 @@ pub(crate) fn check(
                 (effort.algo, effort.check) = (algos[which], checks && round == 0);
                 let time = measure_in_place(comm, &case, effort)?;
                 if let Some(wrong) = time.wrong.filter(|wrong| *wrong > 0) {
-                    return Err(format!("{wrong} elements are wrong by {}", effort.algo).into());
+                    return Err(format!("{wrong} elements are wrong with algorithm {}", effort.algo).into());
                 }
                 times[which].push(time.median_us);
             }

@@ -1,5 +1,5 @@
-//! The pool of a device's memory: hands out pieces of its blocks, and takes them back, in the order of streams. Where no piece is free, it gets
-//! a block from the driver.
+//! The pool of a device's memory. It hands out pieces of its blocks, each for use in the order of a stream, and takes pieces back even while
+//! streams still use them (`blocks.rs`). If no piece is free, it gets a block from the driver.
 
 use std::time::{Duration, Instant};
 
@@ -26,7 +26,7 @@ const ROUNDS: usize = 16;
 /// called: the caller itself, or another thread that needs memory, may be the one that has to call it.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// Memory of a device that its pool has, in bytes.
+/// How much memory the pool of a device has. All but `blocks` are in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PoolMemory {
@@ -78,7 +78,7 @@ impl Patience {
 /// operation for which another thread needs a piece. So the pool's lock is not held meanwhile, and a thread that waits for its
 /// turn takes what others free.
 impl Context {
-    /// A piece of the pool that the next work on `line` may use.
+    /// A piece of so many bytes, rounded up, that the next work on `line` may use. May wait for the driver, or for streams.
     pub(super) fn piece(&self, entered: &Entered<'_>, line: &Line, bytes: u64) -> Result<Piece, CudaError> {
         let (bytes, large) = match (up(bytes, ALIGN), up(bytes, PAGE)) {
             (Some(bytes), Some(large)) => (bytes, large),
@@ -97,7 +97,7 @@ impl Context {
             };
             let freed = {
                 let mut pool = self.pool.lock();
-                // There may be one among the pieces that were freed meanwhile.
+                // Another thread may have freed a piece that fits meanwhile.
                 if let Some(piece) = pool.ready(self, line.id, bytes) {
                     return Ok(piece);
                 }
@@ -188,13 +188,13 @@ impl Context {
         }
     }
 
-    /// Gives back to the driver the blocks of which nothing is used, here or in other processes. Returns how many bytes they had.
+    /// Gives back to the driver the blocks of which nothing is used, here or in other processes. Returns how many bytes the driver took.
     pub(super) fn trim(&self, _: &Entered<'_>, _: &Turn<'_>) -> u64 {
         let mut freed = 0;
         let unused = self.pool.lock().unused(self);
         for (at, block) in unused {
-            // SAFETY: an address that `more` got; all of the block is free, so no work on the device uses it, and it was
-            // taken out of the pool, so no other thread gets a piece of it.
+            // SAFETY: an address that `more` got. `unused` returns only blocks that are wholly free and lent to no other process, so no work
+            // on a device uses them; and it has taken them out of the pool, so no other thread gets a piece.
             match unsafe { self.cuda.mem_free(at) } {
                 Ok(()) => freed += block.bytes,
                 Err(_) => {
@@ -255,7 +255,7 @@ impl Device {
     /// Gives blocks of the pool that nothing uses, and pinned memory that is kept for staging, back to the driver. Returns
     /// how many bytes of the device's memory it has given back.
     ///
-    /// The driver may wait for the device before it takes memory back. When memory runs out, the pool gives its blocks back by itself.
+    /// This may block: the driver may wait for the device before it takes memory back. When memory runs out, the pool gives blocks back by itself.
     ///
     /// # Errors
     /// [`Error::Cuda`].

@@ -1,7 +1,7 @@
-//! Whether ranks in other processes can read another library's memory where it lies, without a copy.
+//! Whether ranks in other processes can read and write another library's memory where it lies, without a copy.
 //!
-//! CUDA IPC has handles only for memory that `cuMemAlloc` gave. Memory of the driver's pools (`cuMemAllocAsync`) and memory that was mapped
-//! piece by piece (`cuMemMap`) has none. What has no handle is copied first (`copied.rs`).
+//! `cuIpcGetMemHandle` gives handles only for memory that `cuMemAlloc` gave, not for memory of the driver's pools (`cuMemAllocAsync`), nor for
+//! memory that was mapped piece by piece (`cuMemMap`). What has no such handle is copied first (`copied.rs`).
 
 use allstream_sys::cuda::{
     CU_POINTER_ATTRIBUTE_BUFFER_ID, CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE,
@@ -11,13 +11,13 @@ use allstream_sys::cuda::{
 use super::context::Context;
 use super::lend::attribute;
 
-/// Shorter allocations may lie together in a block of the driver's, which a handle would share as a whole: "it is recommended to only share allocations
-/// with a 2MiB aligned size" (`cuIpcGetMemHandle`). To copy a short one costs little.
+/// In bytes. Shorter allocations may lie together in a block of the driver's, which a handle would share as a whole: "it is recommended to only
+/// share allocations with a 2MiB aligned size" (CUDA Programming Guide, Interprocess Communication). To copy a short one costs little.
 const SHORTEST: u64 = 2 << 20;
 
 impl Context {
-    /// Notes the allocation in which another library's memory lies as one that other processes can open. The memory stays until
-    /// its operation is over.
+    /// Notes the allocation in which these bytes of another library's memory lie, so that other processes can open it. The caller's buffer
+    /// keeps the memory until its operation is over.
     ///
     /// # Errors
     /// Why other processes cannot open it.
@@ -28,7 +28,7 @@ impl Context {
         }
         if attribute(self, at, CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE) == 0 {
             return Err(match attribute(self, at, CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE) {
-                0 => "it was not allocated by cudaMalloc, and nothing else has a handle for other processes (torch: \
+                0 => "it was not allocated by cudaMalloc, and only such memory has a handle for other processes (torch: \
                       PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False)",
                 _ => "it is of a pool of the driver's (cudaMallocAsync), which has no handle for other processes (torch: \
                       PYTORCH_CUDA_ALLOC_CONF=backend:native)",
@@ -36,13 +36,13 @@ impl Context {
             .to_owned());
         }
         if id == 0 {
-            return Err("the driver gives it no number (CU_POINTER_ATTRIBUTE_BUFFER_ID), so an allocation that takes its place \
-                        could not be told from it"
+            return Err("the driver gives it no number (CU_POINTER_ATTRIBUTE_BUFFER_ID), so a later allocation at the \
+                        same address could not be told from it"
                 .to_owned());
         }
         let (mut base, mut length, mut handle) = (0, 0_usize, [0; 64]);
         let named = self.call("name another library's memory for other processes", |cuda| {
-            // SAFETY: a buffer keeps the memory at this address; `base` and `length` are room for both answers.
+            // SAFETY: the caller's buffer keeps the memory at this address; `base` and `length` are room for both answers.
             unsafe { cuda.mem_get_address_range(&raw mut base, &raw mut length, at) }?;
             if length as u64 >= SHORTEST {
                 // SAFETY: the allocation of that memory, which the buffer keeps, begins at `base`.
@@ -54,8 +54,8 @@ impl Context {
         let length = length as u64;
         if length < SHORTEST {
             return Err(format!(
-                "its allocation of {length} bytes is shorter than 2 MiB, and may lie in one block of the driver's with others, which \
-                 a handle would give away, too"
+                "its allocation of {length} bytes is shorter than 2 MiB, and may share a block of the driver's with others, which \
+                 a handle would expose, too"
             ));
         }
         let end = at.checked_sub(base).and_then(|offset| offset.checked_add(bytes));
@@ -63,7 +63,7 @@ impl Context {
             return Err("it reaches beyond the allocation in which it begins".to_owned());
         }
         let mut allocations = self.allocations.lock();
-        // Another thread may have been here meanwhile.
+        // Another thread may have noted the allocation meanwhile.
         if !allocations.has(at, bytes, id) {
             allocations.put((base, length), id, handle);
         }

@@ -43,7 +43,7 @@ pub(crate) type Finish = Box<dyn FnOnce(Result<(), Error>) + Send>;
 /// How far an operation's work on a stream has come. `Over`: the stream has done all of it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Stage {
-    /// Not all of it is on the stream yet: if the stream has done all that it holds, this says nothing.
+    /// Not all of it is on the stream yet: even if the stream has done all that it holds, more is to come.
     Coming,
     /// All of it is on the stream.
     There,
@@ -52,7 +52,7 @@ pub(crate) enum Stage {
 
 enum What {
     Event(DeviceEvent),
-    /// That this stream fails, or has done all that it holds while `stage` says [`Stage::There`]. Given up once `stage` says [`Stage::Over`].
+    /// Waits until the stream fails, or has done all that it holds while `stage` says [`Stage::There`]; no longer once it says [`Stage::Over`].
     Stream {
         stream: DeviceStream,
         stage: Box<dyn Fn() -> Stage + Send>,
@@ -70,7 +70,7 @@ impl What {
 
 struct Entry {
     what: What,
-    /// The notifier that waits for the event. `None`: none does, so the thread has to ask.
+    /// The notifier that was taken for the event, and is given back at the end. `None`: none could be had, or a stream is watched.
     notifier: Option<CuStream>,
     /// The driver will not call for this event, so the thread asks every [`ASK`].
     asked: bool,
@@ -118,12 +118,12 @@ unsafe extern "C" fn ring(token: *mut c_void) {
     WAITER.bell.notify_one();
 }
 
-/// Calls `then`, on the waiter's thread if there is one, once `event` is reached or cannot be any more.
+/// Calls `then`, on the waiter's thread if there is one, once `event` is reached or the driver has reported a failure.
 pub(super) fn watch(event: DeviceEvent, then: Then) {
     watch_until(event, None, then);
 }
 
-/// The same, but the wait is given up at `until`: `then` is called with [`Outcome::Unknown`] if the event has not been reached by then.
+/// The same, but given up at `until`, if that is a time: `then` is called with [`Outcome::Unknown`] if the event is not reached by then.
 pub(super) fn watch_until(event: DeviceEvent, until: Option<Instant>, then: Then) {
     if !is_started() {
         // The system has no thread to give: this thread has to wait itself, whatever `until` is.
@@ -138,7 +138,7 @@ pub(super) fn watch_until(event: DeviceEvent, until: Option<Instant>, then: Then
     let what = What::Event(event.clone());
     let token = enter(Entry { what, notifier, asked, until, then, _busy: Busy::new() });
     let launched = notifier.is_some_and(|notifier| {
-        // SAFETY: the notifier and the event are of the context that `entered` has entered; the context keeps the one, `event` the other.
+        // SAFETY: both are of the entered context, which destroys notifiers only when it is dropped; `event` keeps the context and the event.
         let waits = unsafe { context.cuda.stream_wait_event(notifier, raw, 0) };
         let token = std::ptr::without_provenance_mut(token as usize);
         // SAFETY: to `ring` the token is only a number; `ring` makes no call of the driver, and does not unwind.
@@ -182,9 +182,9 @@ fn finishing(doing: &'static str, finish: Finish) -> Then {
     })
 }
 
-/// Makes the thread ask the driver now and then whether work on a stream has failed, until `stage` says [`Stage::Over`]: then `finish` is not
-/// called. It is called with the failure, or with `Ok` if the stream has done all that it holds while `stage` says [`Stage::There`]. This function
-/// itself makes no call of the driver.
+/// Makes the thread ask the driver about a stream now and then. `finish` is called with an error if work on the stream has failed, or with `Ok`
+/// if the stream has done all that it holds while `stage` says [`Stage::There`]. Once `stage` says [`Stage::Over`], the thread asks no more, and
+/// does not call `finish`. This function itself makes no call of the driver.
 pub(crate) fn watch_stream(
     stream: &DeviceStream,
     doing: &'static str,
@@ -192,7 +192,7 @@ pub(crate) fn watch_stream(
     finish: Finish,
 ) {
     if !is_started() {
-        return; // the system has no thread to give: then only the words that streams write tell that it is over
+        return; // the system has no thread to give: then only the words that streams write tell that the work is over
     }
     let what = What::Stream { stream: stream.clone(), stage };
     enter(Entry {
@@ -350,7 +350,7 @@ impl Waiter {
 }
 
 impl DeviceEvent {
-    /// Calls `finish` when the point is reached, or with an error when it cannot be reached any more.
+    /// Calls `finish` when the point is reached, or with an error if the driver reports a failure first.
     pub(crate) fn then(self, doing: &'static str, finish: Finish) {
         watch(self, finishing(doing, finish));
     }

@@ -1,4 +1,4 @@
-//! [`Me`]: this rank, as it goes to meet the others. Rank 0 takes them in (`rendezvous.rs`); every other rank comes to it (`visit.rs`).
+//! [`Me`]: this rank while it meets the others. Rank 0 takes the other ranks in (`rendezvous.rs`); they come to rank 0 (`visit.rs`).
 
 use std::net::SocketAddr;
 
@@ -14,7 +14,7 @@ use super::registered::Registered;
 use super::registration::{Registration, Table};
 use crate::error::Error;
 
-/// A rank's part of a world that has formed: the table, its own listener, and what it has registered by.
+/// What a rank has once all ranks have met: the table of all ranks, its own listener, and the connections of the registration.
 pub(super) struct Formed {
     pub(super) table: Table,
     pub(super) listener: TcpListener,
@@ -29,9 +29,9 @@ pub(super) struct Me<'a> {
     pub(super) process: Process,
     pub(super) socket: Option<String>,
     pub(super) deadline: Instant,
-    /// Where its own listener may be.
+    /// The interfaces and the ports that its own listener may use.
     pub(super) reach: &'a Reach,
-    /// Why it cannot take part: it comes to say so.
+    /// Why this rank cannot take part: then it registers only to say so. `None`: it can.
     pub(super) unfit: Option<String>,
 }
 

@@ -41,11 +41,11 @@ pub(crate) struct PeerInfo {
     pub(crate) pid: u32,
     /// The kind of link between the two ranks. Both hold the same.
     pub(crate) link: &'static LinkKind,
-    /// The addresses of its listener, first one that is known to lead there.
+    /// The addresses of its listener. Those with the IP address to which the control connection leads come first.
     pub(crate) address: Vec<SocketAddr>,
-    /// The descriptors it offered. Empty unless it is on this host in another process (or the link is Shm).
+    /// The descriptors that it offered. Empty unless the link is over shared memory (`SHM`).
     pub(crate) fds: Vec<OwnedFd>,
-    /// Whether its process has exited. None where that is not known, or it is this one.
+    /// Tells whether its process has exited. `None`: this rank has no pidfd of that process, or both ranks are in one process.
     pub(crate) exit: Option<Exit>,
 }
 
@@ -70,19 +70,19 @@ pub(crate) struct Mesh {
 struct Tasks {
     readers: JoinSet<()>,
     writers: JoinSet<()>,
-    /// The listener; the task that hands data connections on; and the one that reads the connections over which ranks registered.
+    /// The listener; the task that hands data connections on; and the one that reads the connections over which ranks registered (`registered.rs`).
     service: JoinSet<()>,
     dials: JoinSet<()>,
 }
 
 impl Tasks {
-    /// Gives goodbyes a bounded time to be taken, then ends everything.
+    /// Waits up to [`FLUSH`] until the goodbyes are written and the other sides have closed, then ends all tasks.
     async fn finish(mut self) {
         self.service.shutdown().await;
         self.dials.shutdown().await;
         let (readers, writers) = (&mut self.readers, &mut self.writers);
-        // A connection that closed at once could be reset, and the goodbye lost with it: so each reader waits
-        // until the other side has closed too.
+        // Closing a socket that holds unread bytes resets the connection, and the goodbye may be lost with it: so each
+        // reader goes on reading until the other side has closed, too.
         let taken = async {
             while writers.join_next().await.is_some() {}
             while readers.join_next().await.is_some() {}
@@ -122,13 +122,13 @@ impl Drop for Done {
 }
 
 impl Mesh {
-    /// Enters the world that `rendezvous` names: returns once all ranks are connected to this one, within
-    /// about the rendezvous timeout. Dropping the future gives up.
+    /// Enters the world that `rendezvous` names: returns once all ranks are connected to this one, within the rendezvous
+    /// timeout plus about ten seconds at most. Dropping the future gives up.
     ///
     /// `local_fds` (at most [`super::fds::MAX_FDS`]) are offered to ranks of this host. `named` is called with the world's
     /// name before any rank is connected to this one; it must not block. `make_events` is
-    /// called when all is known and before anything is delivered; it runs on the control thread, and must
-    /// neither block nor leave. The events may hold only a `Weak` of the mesh, or it would live for ever.
+    /// called when the mesh is complete, before anything is delivered; it runs on the control thread, and must neither block
+    /// nor call [`leave`](Self::leave). The events may hold the mesh only as a `Weak`: the mesh's tasks hold the events.
     pub(crate) async fn join<F>(
         rendezvous: Rendezvous,
         local_fds: Vec<OwnedFd>,
@@ -169,12 +169,12 @@ impl Mesh {
         &self.choices
     }
 
-    /// Queues a message. Never blocks; dropped if that rank is gone.
+    /// Queues a message, and never blocks. The message is dropped if that rank is gone, or if too many messages wait for it.
     pub(crate) fn send(&self, to: Rank, message: Message) {
         self.send_all([to], &message);
     }
 
-    /// Tells the other ranks that this one cannot take part in the world, and why. Takes some seconds at most, unless rank 0's note is not there yet.
+    /// Tells the other ranks that this one cannot take part in the world, and why. Takes some seconds at most, once rank 0's note (if any) is there.
     pub(crate) async fn decline(rendezvous: Rendezvous, why: &Error) {
         let (rank, unfit) = (rendezvous.rank, why.to_string());
         if rendezvous.size > 1
@@ -209,8 +209,8 @@ impl Mesh {
         }
     }
 
-    /// Opens a data connection. `done` is called exactly once, on the control thread (or at once, on this
-    /// one, if there is no such peer or this rank has left).
+    /// Opens a data connection. `done` is called exactly once, on the control thread; or at once, on the calling thread, with an
+    /// error, if there is no such peer, this rank has left, or the control thread cannot be used.
     pub(crate) fn connect_data(&self, to: Rank, hello: DataHello, done: Callback) {
         let done = Done(Some(done));
         let Some(Some(peer)) = self.peers.get(to) else {
@@ -224,7 +224,7 @@ impl Mesh {
             let result = match dialled {
                 Ok(stream) => connect::for_data(stream)
                     .map_err(|e| Error::os(format!("taking over a data connection to rank {to}"), e)),
-                // All ranks are told of this error, so it names the rank that had the trouble.
+                // All ranks are told of this error, so it names this rank, which has run out of something.
                 Err(Unreached { why, is_limit: true, .. }) => {
                     let doing = format!("open a data connection from rank {own} to rank {to} of the world");
                     Err(Error::system(doing, why))
@@ -248,18 +248,18 @@ impl Mesh {
         }
     }
 
-    /// Says goodbye to all and leaves. Returns once every socket is closed, after about a second at most.
+    /// As [`leave`](Self::leave), and returns once every socket is closed, after about a second at most.
     pub(crate) async fn close(&self, cause: Option<Error>) {
         self.leave(cause);
         let mut ended = self.ended.subscribe();
         let _ = ended.wait_for(|ended| *ended).await;
     }
 
-    /// Says goodbye to all and leaves, without waiting for it. Nothing is reported from here on. Only the
-    /// first call counts.
+    /// Queues a goodbye to all other ranks and leaves the world, without waiting until they have it. From here on nothing
+    /// more is reported to the events, apart from a call that is just under way. Only the first call has an effect.
     pub(crate) fn leave(&self, cause: Option<Error>) {
         if forked::is_forked() {
-            // The connections are the parent's, and the thread that serves them does not exist in this process: so the tasks are not touched either.
+            // The connections are the parent's, and this process has no control thread to run the tasks: so they are leaked, not dropped.
             std::mem::forget(self.tasks.try_lock().and_then(|mut tasks| tasks.take()));
             return;
         }
@@ -279,7 +279,7 @@ impl Mesh {
         }
     }
 
-    /// [`leave`](Self::leave), and waits for the goodbyes to be taken, but not longer than `timeout`.
+    /// As [`close`](Self::close), but blocks the calling thread, for at most `timeout`. On the control thread it does not wait.
     pub(crate) fn leave_blocking(&self, cause: Option<Error>, timeout: Duration) {
         self.leave(cause);
         let mut ended = self.ended.subscribe();
@@ -369,7 +369,7 @@ where
         let outbox = Outbox::new();
         let member = &table.members[peer];
         let mut address = member.addresses.clone();
-        // The address of the control connection comes first: it is known to lead to that rank.
+        // Addresses at the control connection's IP address come first: that one is known to lead to that rank.
         let reached = stream.peer_addr().ok().map(|at| at.ip().to_canonical());
         address.sort_by_key(|at| reached != Some(at.ip().to_canonical()));
         peers[peer] = Some(PeerInfo {
@@ -406,8 +406,8 @@ where
         let heartbeat = wire::encode(&Message::Heartbeat).unwrap_or_default();
         for (from, line, frames, outbox) in connections {
             let (half, write_half) = line.into_split();
-            // Sent before anybody here learns that the world has formed, as this process may be stopped right after that. Until this heartbeat has come,
-            // the other rank takes this one to be still connecting, and waits longer for it.
+            // The first heartbeat is sent before the user learns that the world has formed: this process may be stopped right after that. Until it
+            // has come, the other rank takes this rank to be still connecting, and waits longer before it counts this rank as silent.
             let _ = write_half.try_write(&heartbeat);
             let heartbeat = table.heartbeat;
             let writer = tasks.writers.spawn(write(write_half, outbox.clone(), heartbeat.interval));

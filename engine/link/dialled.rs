@@ -21,7 +21,7 @@ pub(crate) type Dial = Box<dyn FnOnce(Connected) + Send>;
 pub(super) enum Dialled {
     Not(Option<Dial>),
     Begun(Arc<Mutex<Option<Result<TcpStream, Error>>>>),
-    /// The dial failed, and when. Either the peer has ended, of which the control connection is to tell first, or the network is at fault.
+    /// The dial's error, and when it came. If the peer has ended, the control connection is to say so first; if not, the network is at fault.
     Failed(Error, Instant),
 }
 
@@ -30,7 +30,7 @@ impl Dialled {
         Dialled::Not(Some(dial))
     }
 
-    /// Dials at the first call, and kicks the reactor when the dial has answered. Returns the connection once; a failed dial's error, after `GRACE`.
+    /// Dials at the first call, and kicks the reactor when the dial has answered. Returns the connection once; or the dial's error, after `GRACE`.
     pub(super) fn poll(&mut self, reactor: &Arc<dyn Reactor>) -> Result<Option<TcpStream>, Error> {
         match self {
             Dialled::Not(dial) => {

@@ -6,13 +6,13 @@ use super::{LinkKind, Locality, local, tcp, verbs};
 use crate::testing::{late, pipe};
 use crate::types::LinkClass;
 
-/// All kinds, those that join the nearest ranks first.
+/// All kinds. [`between`] takes the first that can join two ranks, so kinds for nearer ranks come first, and those that it takes only by choice last.
 pub(crate) static KINDS: &[&LinkKind] = &[
     &local::INPROC,
     &local::SHM,
     &tcp::TCP,
-    // After TCP, which joins any ranks, so that `between` returns RDMA only if the ranks ask for it. If they ask for no kind, ranks of different
-    // hosts use RDMA if a trial between their hosts has succeeded (`group::rdma`).
+    // After TCP, which joins any ranks, so that `between` returns RDMA only if the ranks ask for it. If they ask for no kind, all links between
+    // hosts are RDMA if every host has it and all trials between hosts have succeeded, else TCP (`group::rdma`).
     &verbs::RDMA,
     #[cfg(any(test, feature = "testing"))]
     &pipe::PIPE,
@@ -32,7 +32,7 @@ pub(crate) fn between(chosen: Option<LinkClass>, ranks: Locality) -> &'static Li
     chosen.and_then(of).filter(joins).unwrap_or_else(nearest)
 }
 
-/// Of the kinds between the ranks of a group, the class of the kind that is last in the table: it joins the ranks farthest apart.
+/// The class that stands for all links of a group: that of the kind, among these, that is last in the table. `INPROC` if there are none.
 pub(crate) fn farthest(kinds: &[&LinkKind]) -> LinkClass {
     let at = |kind: &LinkKind| KINDS.iter().position(|known| known.class == kind.class);
     kinds.iter().max_by_key(|kind| at(kind)).map_or(LinkClass::INPROC, |kind| kind.class)

@@ -10,7 +10,7 @@ use crate::{Algo, Kind};
 pub struct GroupShape {
     /// The class of the group's links.
     pub link: LinkClass,
-    /// Number of hosts: the same network performs differently between another number of hosts.
+    /// Number of hosts: the same network performs differently between more or fewer hosts.
     pub hosts: usize,
     /// Number of ranks.
     pub ranks: usize,
@@ -42,7 +42,7 @@ struct Rule {
     steps: Vec<Step>,
 }
 
-/// The algorithm for sizes from where the step before ends up to `upto` bytes.
+/// The algorithm for sizes above those of the step before, up to and including `upto` bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 struct Step {
     /// Bytes, as [`choose`](super::choose()) counts them: those of one block, where there are several.
@@ -68,7 +68,7 @@ pub fn block(kind: Kind, ranks: usize, bytes: u64) -> u64 {
 }
 
 impl Choices {
-    /// Makes rules of choices, which may come in any order.
+    /// Makes rules of choices, which may come in any order. Choices for groups of one rank are left out.
     pub fn new(choices: impl IntoIterator<Item = Choice>) -> Choices {
         let mut choices: Vec<_> = choices.into_iter().filter(|choice| choice.group.ranks > 1).collect();
         choices.sort_by_key(|choice| (choice.group, choice.kind as u8, choice.bytes));
@@ -111,8 +111,8 @@ impl Choices {
         self
     }
 
-    /// The rules for a group. If it has no rule of its own for a collective, that of the largest smaller group takes its
-    /// place, if it has the same links and number of hosts and more than half the ranks. Algorithms that do not suit are left out.
+    /// The rules for a group. If there is none for a collective, it gets that of the largest smaller group with the same links, as
+    /// many hosts and more than half its ranks. For sizes whose algorithm does not suit, none is known.
     pub fn of_group(&self, group: GroupShape, suits: impl Fn(Kind, Algo) -> bool) -> GroupChoices {
         let near = |rule: &&Rule| {
             let GroupShape { link, hosts, ranks } = rule.group;

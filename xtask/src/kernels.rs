@@ -15,11 +15,11 @@ const PACKAGES: [&str; 3] =
     ["nvidia-cuda-nvrtc-cu12==12.1.105", "nvidia-cuda-nvcc-cu12==12.8.93", "nvidia-cuda-nvdisasm==13.5.37"];
 /// The architectures that the check assembles the PTX for.
 const ARCHITECTURES: [u32; 5] = [75, 80, 90, 100, 120];
-/// The architectures that machine code is committed for: there the driver need not compile the PTX at the first launch, which takes seconds.
+/// The architectures that machine code is committed for. On GPUs of another major version the driver compiles the PTX, which takes seconds.
 const SHIPPED: [u32; 3] = [80, 90, 100];
 /// The architecture whose machine code is disassembled.
 const DISASSEMBLED: u32 = 90;
-/// Kernels whose names start so must read and write vectors of 16 bytes.
+/// Kernels whose names begin with one of these must read and write global memory in vectors of 16 bytes.
 const VECTORISED: [&str; 4] = ["combine2_", "combinen_", "scale_", "copy_"];
 
 const NVRTC: &str = include_str!("nvrtc.py");
@@ -196,7 +196,7 @@ fn compare(tools: &Tools, root: &Path) -> Result<Vec<String>, String> {
     let names: BTreeMap<&String, ()> = here.keys().chain(fresh.keys()).map(|name| (name, ())).collect();
     let differ = names.into_keys().filter(|name| here.get(*name) != fresh.get(*name));
     Ok(differ
-        .map(|name| format!("kernels/cuda/ptx/{name} is not what it should be: `cargo xtask kernels`"))
+        .map(|name| format!("kernels/cuda/ptx/{name} is out of date: run `cargo xtask kernels`"))
         .collect())
 }
 
@@ -214,14 +214,14 @@ fn compare_machine_code(tools: &Tools, root: &Path) -> Result<Vec<String>, Strin
             let here = folder.join(name).with_extension("cubin");
             if fs::read(&made).ok() != fs::read(&here).ok() {
                 complaints
-                    .push(format!("{} is not what it should be: `cargo xtask kernels`", here.display()));
+                    .push(format!("{} is not what the PTX gives: run `cargo xtask kernels`", here.display()));
             }
         }
     }
     Ok(complaints)
 }
 
-/// Assembles a committed module: the cubin, and what ptxas prints. With `-v` ptxas prints more, and writes a cubin with other bytes.
+/// Assembles a committed module. Returns the path of the cubin, and what ptxas prints. (`-v` in `options` also changes bytes of the cubin.)
 fn cubin(
     tools: &Tools,
     root: &Path,

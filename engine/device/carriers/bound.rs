@@ -21,11 +21,11 @@ use crate::trace::log::LOG;
 /// The advice at the end of [`DeviceCopies::why`], for callers who want no copies.
 const INSTEAD: &str = "memory that allstream allocates (DeviceBuf::zeroed, from_host) needs no copy";
 
-/// What a communicator is bound to, as the executor has it.
+/// What a communicator is bound to. The endpoint keeps this as its [`Bound`].
 pub(crate) struct BoundTo {
-    /// The ranks' devices.
+    /// This rank's device and those of its peers. `None`: the communicator is bound to a library alone, which only tests do.
     pub(crate) binding: Option<Arc<Binding>>,
-    /// What takes its operations whole, if anything does.
+    /// The library that takes its operations whole, if there is one.
     pub(crate) whole: Option<BoundWhole>,
 }
 
@@ -35,8 +35,8 @@ pub(crate) fn bound_to(endpoint: &Endpoint) -> Option<&BoundTo> {
     bound.downcast_ref()
 }
 
-/// Binds a communicator: from here on the ranks' devices run operations on device buffers, and the library, if there is one, takes whole
-/// those operations that it supports. All ranks call this between the same two operations.
+/// Binds a communicator. From here on the library, if there is one, takes whole those operations that it supports; the ranks' devices run
+/// the others on device buffers, if they reach each other's memory. All ranks call this between the same two of their operations.
 pub(crate) fn bind(endpoint: &Endpoint, to: BoundTo) {
     let config = &endpoint.config;
     let lane = to.binding.as_ref().map(|binding| {
@@ -50,7 +50,7 @@ pub(crate) fn bind(endpoint: &Endpoint, to: BoundTo) {
 }
 
 impl BoundTo {
-    /// What moves messages on this rank's device. It is made for the first message, whose buffer is used on the stream `user`, and kept.
+    /// What hands messages to the library. It is made for the first message, whose buffer's stream is `user`, and kept for all later ones.
     pub(crate) fn message_path(
         &self,
         endpoint: &Endpoint,
@@ -71,7 +71,7 @@ impl BoundTo {
         Ok(path.clone())
     }
 
-    /// For a communicator that has failed: goes on with its end on the devices, and says whether these may still touch its memory.
+    /// What [`Binding::is_touched`] says, which also goes on with ending the work on the devices. `false` if there are none.
     fn is_on_devices(&self, since: Duration) -> bool {
         self.binding.as_ref().is_some_and(|binding| binding.is_touched(since))
     }
@@ -97,13 +97,13 @@ impl Bound for BoundTo {
     }
 
     fn is_touched(&self, lane: Option<&mut (dyn Lane + 'static)>, since: Duration) -> bool {
-        // Asked first: once this process's streams are known to be quiet, this rank lends nothing more, so that the answers below stay true.
+        // Asked first: once the streams of this process are known to be quiet, this rank lends nothing more, so the answers below stay valid.
         let is_on_devices = self.is_on_devices(since);
         let Some(far) = self.binding.as_ref().and_then(|binding| binding.far.as_ref()) else {
             return is_on_devices;
         };
         let is_elsewhere = lane.is_some_and(|lane| lane.port().is_read_elsewhere());
-        // `let_go` writes the words by which `is_elsewhere` is known. After it only `PAST_END`, or a peer's exit, tells that the peer is done.
+        // `is_elsewhere` comes from words that `let_go` itself writes. After it only `PAST_END`, or a peer's exit, tells that the peer is done.
         is_on_devices || is_elsewhere || far.has_let_go() && far.may_be_touched()
     }
 
@@ -124,7 +124,7 @@ impl Bound for BoundTo {
 }
 
 impl Binding {
-    /// Returns why the devices of other ranks cannot touch this memory of this rank. `None`: they can.
+    /// Lets the devices of other ranks touch this memory of this rank, or returns why they cannot. `None`: they can.
     pub(crate) fn cannot_lend(&self, place: &DevicePlace, bytes: usize) -> Result<Option<String>, Error> {
         if let Some(far) = &self.far
             && let Err(why) = far.share(&place.stream, place.address, bytes)?

@@ -1,10 +1,10 @@
 //! The words by which two ranks in two processes tell each other how far their streams have come.
 //!
-//! For each rank in another process, a rank has a page of its own region, its *inbox*, which is the peer's *outbox*. Of all streams
-//! only the peer's writes there, and only this rank's waits for what is written there. So whatever becomes of the peer, this rank's host can
-//! end every such wait of its own stream by stores to its own memory ([`Inbox::release`]).
+//! For each peer in another process, a rank takes a page of its own region: the rank's *inbox*, which is the peer's *outbox*. Of all streams
+//! only the peer's writes to that page, and only this rank's waits for what is written there. So whatever becomes of the peer, this rank's
+//! host can end every such wait of its own stream by stores to its own memory ([`Inbox::release`]).
 //!
-//! Frames are counted modulo 2^32. Both streams come to the frames in the order of their ring, so a count stands for all frames before.
+//! Frames are counted modulo 2^32. Both streams come to the frames in the order in which they were posted, so a count covers all before it.
 
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -27,16 +27,16 @@ pub(super) const DONE: usize = 128;
 pub(super) const END: usize = 256;
 /// 1: the peer writes nothing more here. Only hosts write and read this word.
 const LEFT: usize = 384;
-/// How many loans to the peer the peer's stream is past: it no longer touches their memory. No stream waits for this word or for
-/// [`PAST_END`], and our host writes neither. So both can be believed whatever has failed.
+/// How many of the loans to the peer its stream has passed: it no longer touches their memory. No stream waits for this word or for
+/// [`PAST_END`], so our host never writes them to end a wait, and both can be believed whatever has failed.
 pub(super) const PAST: usize = 512;
-/// 1: the peer's stream is past all its work on memory of ours, and is given no more work of this communicator.
+/// 1: the peer's stream is past all its work on memory of ours, and gets no more such work from this communicator.
 pub(super) const PAST_END: usize = 640;
 
 /// Added to what a word shows, this ends all waits of a stream for that word: none of them is for a value so far ahead.
 const AHEAD: u32 = 1 << 30;
 
-/// What a word shows once a stream has come past this frame.
+/// The count that stands for this frame and all before it, as [`READY`] and [`DONE`] show it.
 pub(super) fn mark(frame: u64) -> u32 {
     (frame as u32).wrapping_add(1)
 }
@@ -168,13 +168,13 @@ impl Inbox {
         stream.wait_word(&self.words, word, value)
     }
 
-    /// Whether the word shows `value` or more, be it because waits for the word were [ended](Self::release).
+    /// Whether the word shows `value` or more, whether the peer's stream has written that or [`release`](Self::release).
     pub(super) fn shows(&self, word: usize, value: u32) -> bool {
         self.words.shows(word, value)
     }
 
-    /// Ends all waits of our stream for these words; the stream must not be made to wait for them any more. To be called again if the
-    /// stream still waits, as the stream of a peer that lives may have written smaller values in between.
+    /// Ends all waits of our stream for [`READY`], [`DONE`] and [`END`]; nobody may put such a wait on the stream any more. To be called again
+    /// as long as the stream still waits: the stream of a peer that lives may have written smaller values in between.
     pub(super) fn release(&self) {
         let word = |word: usize| self.page.region.word(self.page.offset + word);
         let ahead = |at: usize| (at, word(at).load(Ordering::Acquire).wrapping_add(AHEAD));

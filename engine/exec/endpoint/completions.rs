@@ -9,7 +9,7 @@ use parking_lot::Mutex;
 
 use crate::mem::ErasedBufs;
 
-/// How many wakers may be nested on one thread, each called from within the one before. For more, the progress thread takes over with its own stack.
+/// How many calls of `run` may be nested on one thread, as a waker may run completions, too. A deeper call does nothing, to spare the stack.
 const DEPTH: u32 = 16;
 
 thread_local! {
@@ -35,9 +35,9 @@ impl Drop for Deeper {
     }
 }
 
-/// The wakers of operations that have finished, and buffers whose user has let go of them. To wake the one and to drop the other
-/// runs users' code, which may call this very endpoint, or keep its thread for long. So both wait here until a thread that holds
-/// none of the engine's locks [runs](Completions::run) them.
+/// The wakers of operations that have finished, and the buffers of operations whose handles users have dropped. Calling a waker or
+/// dropping a buffer runs user code, which may call this very endpoint, or take long. So both wait here until a thread that holds
+/// none of the engine's locks calls [`run`](Completions::run).
 pub(super) struct Completions {
     list: Mutex<Vec<(Option<Waker>, Option<ErasedBufs>)>>,
     /// `false`: the list is empty. Changed under the list's lock.
@@ -47,15 +47,15 @@ pub(super) struct Completions {
 /// How [`Completions::run`] ended.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Ran {
-    /// Nothing is left.
+    /// The list was empty when this thread last looked.
     All,
-    /// This thread is in too many nested wakers already: another thread has to do what is left.
+    /// This thread is nested too deep already: another thread, or an outer call, has to do what is left.
     TooDeep,
 }
 
 impl Default for Completions {
     fn default() -> Self {
-        // Room for what finishes in one pass, so that nothing is allocated later.
+        // Room for as many entries as usually wait at once, so that `put` seldom allocates.
         Completions { list: Mutex::new(Vec::with_capacity(16)), any: AtomicBool::new(false) }
     }
 }
@@ -69,7 +69,7 @@ impl Completions {
         }
     }
 
-    /// Wakes the wakers on the list, and gives the buffers to `dispose`, which drops them. The caller holds none of the engine's locks.
+    /// Empties the list: calls the wakers, and gives the buffers to `dispose`, which drops them now or later. The caller holds none of the engine's locks.
     pub(super) fn run(&self, dispose: impl Fn(ErasedBufs)) -> Ran {
         if !self.any.load(Ordering::Acquire) {
             return Ran::All;
@@ -83,7 +83,7 @@ impl Completions {
                 next
             };
             let Some((waker, held)) = next else { break };
-            // Others need this thread: a panic of a user's code (which stderr reports) ends here.
+            // Other operations depend on this thread, so a panic in user code, which the panic hook has reported, is not passed on.
             let _ = catch_unwind(AssertUnwindSafe(|| held.into_iter().for_each(&dispose)));
             if let Some(waker) = waker {
                 let _ = catch_unwind(AssertUnwindSafe(|| waker.wake()));

@@ -49,7 +49,7 @@ pub(super) struct Hello {
     /// From the sender: how many READs its port answers at once. From the receiver: how many it asks for at once; 0: it takes no offers
     /// (`offers.rs`).
     pub(super) reads: u8,
-    /// From the sender: how many requests its queue takes. A receiver whose port takes smaller messages grants fewer slots, as a frame is then more requests.
+    /// From the sender: how many requests its queue takes. If the receiver's ports take smaller messages, a frame is more requests: it grants fewer slots.
     pub(super) requests: u32,
     /// The receiver names its area, a sender none.
     pub(super) area: Option<Area>,
@@ -149,7 +149,7 @@ impl Hello {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Greeting {
     pub(super) first: Hello,
-    /// From the sender: its second port, if it has one. From the receiver: its second port, if the link is to use both ends' second ports, too.
+    /// From the sender: its second port, if it can be used. From the receiver: its second port, if the link is to have a second lane (`lane.rs`).
     pub(super) second: Option<Hello>,
 }
 

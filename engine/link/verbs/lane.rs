@@ -1,13 +1,13 @@
-//! A lane of a link: its way by one port at each end, with a queue pair of its own. A link has a first lane, and a second one if both ranks have a second
-//! port (`Card::second`).
+//! A lane of a link: its connection between one port of each end, with a queue pair at each. A link has a first lane; it can have a second one only if
+//! both ranks have a second port (`Card::second`), and the receiver grants slots.
 //!
-//! The first lane carries all small frames and all notes. A large frame goes by the lane with fewer large frames under way, so the first lane again where
-//! the link is idle. Cells and slots are those of the link, whichever lane a frame takes: the receiver's area is registered with both its devices.
-//! What is offered is READ by the lane by which the offer came, with a window of that lane's device.
+//! The first lane carries all small frames and all notes. A large frame goes by the lane with fewer large frames under way; by the first if both have
+//! as many, or if only the first lane's device has the payload registered. The receiver has one set of cells and slots for both lanes: its area is
+//! registered with both its devices. An offered payload is READ by the lane by which the offer came, through a window of that lane's device.
 //!
-//! Whether the second ports reach each other is not known before: they may be connected to different networks. The sender tries that once both ends
-//! have greeted each other: it writes one full packet to the end of the area, by the second lane. Only once that was acknowledged does it use the
-//! lane; if it fails, the link has one lane. After that, the failure of either lane breaks the link.
+//! Nobody knows beforehand whether the second ports reach each other: they may be connected to different networks. So once both ends have greeted each
+//! other, the sender tries it: it writes as many bytes as a full packet has to the end of the area, by the second lane. It uses the lane only once that
+//! write has succeeded; if the write fails, the link has one lane. Once the second lane carries frames, the failure of either lane breaks the link.
 
 use std::ops::{Index, IndexMut};
 use std::sync::Arc;
@@ -24,10 +24,10 @@ use super::offers::{Offering, Reads};
 use super::queue_pair::{PIECE, QueuePair, Room, Tells, Write};
 use crate::error::Error;
 
-/// The id of the packet by which a second lane is tried.
+/// The id of the request by which a second lane is tried.
 pub(super) const TRIAL: u64 = PIECE | 1;
 
-/// The lanes of a link, at one of its ends. Index 0 is the first lane, any other the second if there is one.
+/// The lanes of a link, at one of its ends. Index 0 is the first lane; any other is the second lane, or the first if there is no second.
 pub(super) struct Lanes<L> {
     pub(super) first: L,
     pub(super) second: Option<L>,
@@ -128,7 +128,7 @@ pub(super) struct SendLane {
     requests: u32,
     /// Large frames with which the device is not done.
     pub(super) large: u32,
-    /// Messages get through: of a first lane that is assumed, of a second it has been tried.
+    /// Whether frames may go by this lane. A first lane is taken to work; a second one does once its trial has succeeded.
     pub(super) is_proven: bool,
 }
 
@@ -157,7 +157,7 @@ impl SendLane {
         self.to = other.area.ok_or("it receives by RDMA, and names no area")?;
         if other.reads > answered {
             return Err(format!(
-                "it asks for {} READs at once, and {answered} were said to be answered",
+                "it asks for {} READs at once, and this end has offered to answer {answered}",
                 other.reads
             ));
         }
@@ -178,8 +178,8 @@ impl SendLane {
         let from = [IbvSge { addr: cells.at(0) as u64, length: mtu, lkey: cells.local_key() }];
         let to = self.to.at + place_of_trial(slots) as u64;
         let write = Write { id: TRIAL, from: &from, to, key: self.to.key, tells: Tells::This };
-        // SAFETY: the cells are registered as long as the pair exists. Nobody writes to them while the lane is not used, which is until this request's
-        // completion was seen.
+        // SAFETY: the cells have `CELLS_BYTES` bytes and stay registered until the pair is destroyed (`drop`). Nobody writes to them before this
+        // request's completion was seen: until then `is_proven` is false, and `Sending::lane_of_large` does not choose this lane.
         unsafe { self.lane.pair.post_write(write) }
     }
 
@@ -193,7 +193,7 @@ impl SendLane {
         self.is_proven
     }
 
-    /// The key by which requests name a payload that lies in staging slots, or, if it is large, in a buffer from `Comm::alloc` that the card has registered.
+    /// The local key of a payload that lies in staging slots, or, if it is `large`, in a buffer from `Comm::alloc` that the card has or gets registered.
     pub(super) fn key(&self, payload: *const u8, len: usize, large: bool) -> Option<u32> {
         let slots = self.slots.as_ref()?;
         match slots.holds(payload, len) {
@@ -219,7 +219,7 @@ impl Drop for SendLane {
                 return;
             }
         }
-        // The device, or that of the parent, may go on reading cells and slots for ever.
+        // The device may go on reading cells and slots for ever; in a forked child the registrations are the parent's. So both are leaked.
         std::mem::forget((self.cells.take(), self.slots.take()));
     }
 }
@@ -229,7 +229,7 @@ pub(super) struct ReceiveLane {
     pub(super) lane: Lane,
     /// How many READs may be under way at once; 0: the sender may offer nothing.
     pub(super) reads: u8,
-    /// A message has come. The sender may have given up a second lane by which none has, so that its failure is none of the link's.
+    /// A message has come by this lane. A second lane without any may have been given up by the sender: its failure does not break the link.
     pub(super) is_used: bool,
     /// A second lane failed before it was used.
     pub(super) is_given_up: bool,

@@ -18,11 +18,11 @@ use crate::error::Error;
 use crate::link::{Break, Frame, HEADER_BYTES, Header, INLINE, SLOT};
 use crate::types::Rank;
 
-/// The id of notes, which their completions carry. A READ has [`READ`] and its frame's number as id.
+/// The id of all notes, which their completions carry. The id of a READ is [`READ`] plus the number of its frame.
 const NOTE: u64 = 0;
 pub(super) const READ: u64 = 1;
 
-/// An open receiving end. What [`LinkRx::writes_until`] gives shares it, to ask whether the device still writes.
+/// An open receiving end. What [`writes_until`](crate::link::LinkRx::writes_until) returns shares it, to ask whether the device still writes.
 pub(super) struct Receiving {
     pub(super) peer: Rank,
     pub(super) lanes: Lanes<ReceiveLane>,
@@ -32,11 +32,11 @@ pub(super) struct Receiving {
     large: Option<Assembly>,
     /// The offers that were taken.
     pub(super) taking: Taking,
-    /// Bytes of the largest message that all ports take.
+    /// Bytes of the largest message that each of the link's ports takes, at both ends.
     max_message: u32,
     /// Notes that the device has not sent yet.
     notes: u32,
-    /// How many of these there are up to the last one that tells of an offered frame, which the sender's operation waits for.
+    /// How many of these, the oldest first, must complete until the sender has every note that releases an offered frame: its operations wait for those.
     awaited: u32,
     pub(super) is_broken: bool,
     /// A call of the library failed, so some READs that are counted as posted may never complete.
@@ -44,8 +44,8 @@ pub(super) struct Receiving {
     broke: Option<Break>,
 }
 
-/// How many slots the sender has asked for and can use, and bytes of the largest message that all ports take: the first ones, and the second ones if they are
-/// to be used.
+/// Returns how many slots the sender has asked for and has room for in its queue, and bytes of the largest message that each port takes. The second
+/// ports count if `second` has them.
 fn slots_for(card: &Card, first: &Hello, second: Option<(&Arc<Card>, Hello)>) -> Result<(u32, u32), Error> {
     let hellos = || [*first].into_iter().chain(second.map(|(_, hello)| hello));
     let own = second.map_or(card.max_message(), |(second, _)| card.max_message().min(second.max_message()));
@@ -53,7 +53,7 @@ fn slots_for(card: &Card, first: &Hello, second: Option<(&Arc<Card>, Hello)>) ->
     let room = hellos().map(|hello| hello.requests).fold(u32::MAX, u32::min);
     let slots = (0..=first.slots).rev().find(|slots| requests(*slots, max_message) <= room);
     let slots = slots.filter(|slots| *slots > 0 || first.slots == 0).ok_or_else(|| {
-        let problem = format!("messages of {max_message} bytes at most, which this port takes, are too many requests for the queue of the sender's port");
+        let problem = format!("a large frame, in messages of {max_message} bytes at most, is too many requests for the queue of the sender's port");
         Error::system(format!("receive by RDMA on {}", card.place()), problem)
     })?;
     Ok((slots, max_message))
@@ -75,7 +75,7 @@ impl Receiving {
         // Without slots, or without its own registration of the area, the second port cannot be used.
         let second = second.filter(|_| area.of_lane(1).is_some());
         let (_, max_message) = slots_for(card, &other.first, second)?;
-        // A narrow link takes no offers, as what cannot be READ to its place is READ to a slot; nor does a link on which a READ is more than a message.
+        // No offers on a narrow link, which has no slots for what cannot be READ to its place; nor where a payload is more than one message, as a READ is.
         let can_read = area.slots > 0 && max_message as usize >= SLOT;
         first.connect(&other.first, can_read)?;
         let second = second.and_then(|(card, hello)| {
@@ -118,7 +118,7 @@ impl Receiving {
         Greeting { first: hello(0), second: self.lanes.second.is_some().then(|| hello(1)) }
     }
 
-    /// Takes all completions that have come. If the progress thread is about to sleep, asks the devices to wake it at the next one.
+    /// Takes all completions that have come, and sends the notes that are due. If the progress thread is about to sleep, asks the devices to wake it.
     pub(super) fn look(&mut self) -> Result<(), Error> {
         for at in 0..self.lanes.len() {
             self.look_at(at)?;
@@ -227,7 +227,7 @@ impl Receiving {
         let (_, last) = cut(HEADER_BYTES + header.len as usize, self.max_message);
         if bytes != last {
             return Err(wrong(format!(
-                "a frame that says to have {} bytes ended with a message of {bytes} bytes, expected {last}",
+                "a frame whose header says {} bytes ended with a message of {bytes} bytes, expected {last}",
                 header.len
             )));
         }
@@ -242,7 +242,7 @@ impl Receiving {
         };
         let header = Header::decode(header, SLOT)?;
         if header.len as usize != payload.len() {
-            return Err(format!("a frame that says to have {} bytes has {}", header.len, payload.len()));
+            return Err(format!("a frame whose header says {} bytes has {}", header.len, payload.len()));
         }
         Ok(Some(Frame { header, data: payload.as_ptr(), ready: payload.len(), done: 0 }))
     }
@@ -251,8 +251,8 @@ impl Receiving {
     fn tell(&mut self) {
         while self.notes < super::NOTES && !self.is_broken {
             let copied = self.large.as_mut().and_then(Assembly::tell).map(Note::Copied);
-            // While the card READs to an operation's memory, a note of offered frames waits: that operation polls until the READs are over, and the
-            // sender's operation cannot end before.
+            // A note that is due only for offered frames waits while the card READs to an operation's memory. That delays nobody: the READs are of the
+            // same message, so the sender's operation cannot end before them; and the receiver's operation polls this link until they are over.
             let is_awaited = self.credits.is_awaited();
             let is_due = self.credits.owes() || is_awaited && !self.taking.writes();
             let released = || is_due.then(|| Note::Released(self.credits.tell()));
@@ -267,8 +267,8 @@ impl Receiving {
         }
     }
 
-    /// Whether the sender has got the notes that its operations wait for, those that release offered frames, and no break is left to be told. A link
-    /// without offers looks at nothing: looking would make a narrow link take pieces that nobody reads.
+    /// Whether no break is left to be returned, and the link is broken or the sender has got all notes that release offered frames: its operations wait
+    /// for those. Takes completions only while such notes are due or under way: else a narrow link would take pieces that nobody reads.
     pub(super) fn is_flushed(&mut self) -> Result<bool, Error> {
         let waits = |receiving: &Receiving| receiving.awaited > 0 || receiving.credits.is_awaited();
         if waits(self) {
@@ -289,7 +289,7 @@ impl Receiving {
         self.broke.take()
     }
 
-    /// Breaks the link off, as a call of the library failed.
+    /// A call of libibverbs failed for lane `at`: breaks the link off, unless that is a second lane that is not used.
     pub(super) fn lose(&mut self, at: usize, error: &VerbsError) {
         self.is_lost |= at == 0 || self.lanes[at].is_used;
         self.break_off(at, error.to_string());
@@ -315,7 +315,7 @@ impl Receiving {
         }
     }
 
-    /// Destroys the queue pairs. `true`: as for [`QueuePair::destroy`](super::queue_pair::QueuePair::destroy), for all of them.
+    /// Destroys the queue pairs. `true`: all are destroyed, as [`QueuePair::destroy`](super::queue_pair::QueuePair::destroy) says.
     pub(super) fn destroy(&mut self) -> bool {
         let mut are_gone = true;
         for lane in self.lanes.iter_mut() {
@@ -328,7 +328,7 @@ impl Receiving {
 impl Drop for Receiving {
     fn drop(&mut self) {
         if crate::forked::is_forked() || !self.destroy() {
-            // The peer may go on writing to the area for ever.
+            // The peer may go on writing to the area for ever; in a forked child the registration is the parent's. So the area is leaked.
             self.area.leave();
         }
     }

@@ -23,13 +23,13 @@ pub(super) struct Sending {
     pub(super) lanes: Lanes<SendLane>,
     pub(super) credits: Sender,
     max_message: u32,
-    /// How many slots this end asks the receiver for: the lanes' queues have room for so many large frames at once, in messages as this end's ports take.
+    /// How many slots this end asks the receiver for: each lane's queue has room for so many large frames, cut into messages that this end's ports take.
     most_slots: u32,
-    /// The count of the pieces that large frames are sent in. `None`: the link is not narrow (`pieces.rs`), and they go whole.
+    /// On a narrow link (`pieces.rs`): the count of the pieces in which large frames are sent. `None`: large frames are written to slots.
     pieces: Option<PiecesSent>,
     /// The large frame of which pieces are still to be posted.
     pub(super) large: Option<Large>,
-    /// Pieces of `large` that the device is not done with; the last one is not counted.
+    /// Posted pieces that the device is not done with. A frame's last piece is not counted here: its completion is the frame's.
     under_way: u32,
     /// Set when the link breaks: how many frames the device was done with then. The later ones count as not arrived.
     broken_at: Option<u64>,
@@ -102,7 +102,7 @@ impl Sending {
             return Err(wrong(format!("it grants {granted} slots, and {} were asked for", self.most_slots)));
         }
         if other.second.is_some() && (self.lanes.second.is_none() || granted == 0) {
-            return Err(wrong("it uses a second port, which was not offered or gets no slots".into()));
+            return Err(wrong("it names a second port, and was offered none or grants no slots".into()));
         }
         if other.second.is_none() {
             self.lanes.second = None;
@@ -122,7 +122,7 @@ impl Sending {
         }
         if requests(granted, self.max_message) > requests(self.most_slots, own_max) {
             return Err(wrong(format!(
-                "it grants {granted} slots, and its ports take messages of {} bytes at most, which are too many requests",
+                "it grants {granted} slots, too many for this port's queue if messages have {} bytes at most",
                 self.max_message
             )));
         }
@@ -150,7 +150,7 @@ impl Sending {
 
     fn look_at(&mut self, at: usize) -> Result<(), Error> {
         let mut told = [IbvWc::default(); BATCH];
-        // A second lane ends here if it turns out to lead nowhere.
+        // Taking the trial's completion may remove the second lane: then this loop is over.
         while at < self.lanes.len() {
             let lane = &mut self.lanes[at].lane;
             match lane.pair.completions(|| super::is_wanted(&lane.card), &mut told) {
@@ -180,8 +180,8 @@ impl Sending {
         let status = WcStatus(completion.status);
         if status != WcStatus::SUCCESS {
             self.break_off(at, self.lanes[at].lane.problem_of(completion));
-            // The request has failed, but the device is done with it. If the request was to end an offer, the peer may still read what is offered:
-            // that ends when the link is revoked.
+            // The device is done with the failed request. But if the request was to invalidate the key of an offered frame, the peer may still READ
+            // the payload, until the link is revoked or its queue pairs are destroyed: so that frame is not done.
             let frame = completion.wr_id.wrapping_sub(1);
             if !self.is_offered(frame) {
                 self.is_done_with(at, completion.wr_id);
@@ -253,8 +253,8 @@ impl Sending {
         }
     }
 
-    /// Destroys the queue pairs, after the windows that are bound through them. `true`: as for [`QueuePair::destroy`](super::queue_pair::QueuePair::destroy),
-    /// for all of them.
+    /// Gives back the windows that are bound through the queue pairs, then destroys the pairs. `true`: all are destroyed, as
+    /// [`QueuePair::destroy`](super::queue_pair::QueuePair::destroy) says.
     fn destroy(&mut self) -> bool {
         self.fail();
         self.end_offers();
@@ -282,7 +282,7 @@ impl Sending {
         }
     }
 
-    /// Looks whether a device has reported a failure, after which completions may never come.
+    /// Breaks the link off if a device has reported a failure, after which completions may never come.
     fn look_for_problems(&mut self) {
         for at in 0..self.lanes.len() {
             if let Some(problem) = self.lanes[at].lane.pair.problem() {
@@ -313,7 +313,7 @@ impl Sending {
         self.credits.has_room() && self.large.is_none() && !self.is_over()
     }
 
-    /// How many frames count as released. After a break, frames that count as not arrived are left out, although their sources may be free.
+    /// How many frames count as released. On a link that broke and is not revoked: those that had arrived before, though more sources may be free.
     pub(super) fn released(&self) -> u64 {
         match self.broken_at {
             Some(arrived) if !self.is_revoked => arrived,
@@ -333,14 +333,14 @@ impl Sending {
     /// Whether the devices are done with all that was posted.
     pub(super) fn is_quiet(&mut self) -> bool {
         let _ = self.look();
-        // A card that has failed completes nothing more: so `lose` destroys the queue pair, after which the device reads no frame any more.
+        // A card that has failed completes nothing more. `look_for_problems` then destroys the queue pairs, after which no device reads the frames.
         if self.credits.gone() < self.credits.posted() {
             self.look_for_problems();
         }
         self.credits.gone() == self.credits.posted()
     }
 
-    /// The lane by which the next large frame goes.
+    /// The lane with fewer large frames under way, by which the next one is to go; the first if both have as many.
     pub(super) fn lane_of_large(&self) -> usize {
         let is_better = |second: &&SendLane| second.is_proven && second.large < self.lanes.first.large;
         usize::from(self.lanes.second.as_ref().filter(is_better).is_some())
@@ -353,7 +353,7 @@ impl Sending {
     pub(super) unsafe fn post(&mut self, header: Header, payload: *const u8) -> Result<Posted, Error> {
         let len = header.len as usize;
         let large = len > INLINE;
-        // The device of the second lane may not have registered what that of the first has.
+        // If the payload is not registered with the second lane's device, the frame goes by the first lane.
         let lanes = if large { [self.lane_of_large(), 0] } else { [0, 0] };
         let key = lanes.map(|at| (at, self.lanes[at].key(payload, len, large)));
         let (at, key) = if key[0].1.is_some() { key[0] } else { key[1] };
@@ -367,9 +367,9 @@ impl Sending {
         lane.large += u32::from(large);
         let (place, number) = self.credits.post(large);
         let cell = cells.at(place.cell as usize * CELL);
-        // SAFETY: the cell is the link's own memory, and `Sender` gives it out only when the device is done with the frame that was in it
-        // before. A small payload has room behind the header, and is valid for `len` bytes (the caller's promise). A payload of no bytes may
-        // be null, and is not read.
+        // SAFETY: the cell is this lane's own memory, and the caller posts only if there is room (`has_room`): so the device is done with the
+        // frame that was in this cell before. A small payload has room behind the header, and is valid for reads of `len` bytes (the caller's
+        // promise). A payload of no bytes may be null, and is not read.
         unsafe {
             std::ptr::copy_nonoverlapping(header.encode().as_ptr(), cell, HEADER_BYTES);
             if !large && len > 0 {
@@ -420,8 +420,8 @@ impl Sending {
                 self.under_way += 1;
             }
             let write = Write { id, from: &parts[..count], to, key: lane.to.key, tells: Tells::Both(number) };
-            // SAFETY: the frame's cell and its slot are registered, and stay as they are until the frame is released, which is after the
-            // completion of its last piece. For the slot the caller of `post` has promised it.
+            // SAFETY: the frame's cell and its payload's memory are registered, and stay as they are until the device is done with the frame,
+            // which is after the completions of its pieces. For the payload the caller of `post` has promised it.
             if let Err(error) = unsafe { lane.lane.pair.post_write(write) } {
                 return self.lose(0, error);
             }

@@ -25,7 +25,7 @@ pub(crate) fn parker() -> Waker {
     Waker::from(Arc::new(Unpark(std::thread::current())))
 }
 
-/// Polls until the value is ready, or until `end` (`None`). The thread is parked between polls.
+/// Polls until the value is ready, and parks the thread between polls. `None`: the value was not ready by `end`.
 pub(crate) fn poll_until<T>(end: Instant, mut poll: impl FnMut(&mut Context<'_>) -> Poll<T>) -> Option<T> {
     let waker = parker();
     loop {
