@@ -268,7 +268,7 @@ impl Drop for Owner {
 #[test]
 fn a_panic_in_the_drop_of_a_streams_owner_keeps_nobody_from_hearing_of_the_end_of_work() {
     let test = "order::a_panic_in_the_drop_of_a_streams_owner_keeps_nobody_from_hearing_of_the_end_of_work";
-    child(test, &[("CUDA_DEVICE_MAX_CONNECTIONS", "32")], || {
+    child(test, &[("ALLSTREAM_TEST_CUDA_QUEUES", "32")], || {
         let panicked = Arc::new(AtomicUsize::new(0));
         ranks(2, |mut comm| {
             let (rank, device) = (comm.rank(), bound(&mut comm, 1).device());
@@ -301,7 +301,7 @@ fn a_panic_in_the_drop_of_a_streams_owner_keeps_nobody_from_hearing_of_the_end_o
 /// takes long. Meanwhile other events are heard of.
 #[test]
 fn a_device_that_is_closed_by_its_last_event_holds_up_no_other_event() {
-    let two = [("ALLSTREAM_TEST_CUDA_DEVICES", "2")];
+    let two = [("ALLSTREAM_TEST_CUDA_DEVICES", "2"), ("ALLSTREAM_TEST_CUDA_QUEUES", "32")];
     child("order::a_device_that_is_closed_by_its_last_event_holds_up_no_other_event", &two, || {
         const ALL: u64 = u64::MAX;
         let (closed, open) = (Device::new(0).unwrap(), Device::new(1).unwrap());
