@@ -12,20 +12,19 @@ const QUEUE: i32 = 4096;
 /// Opens a port at this address. At `[::]` it takes IPv4 as well.
 pub(super) fn open(address: SocketAddr) -> io::Result<TcpListener> {
     let is_any = address.ip() == Ipv6Addr::UNSPECIFIED;
-    let listener = if is_any { open_to_all(address)? } else { TcpListener::bind(address)? };
+    let listener = if is_any { bind_to_all(address)? } else { TcpListener::bind(address)? };
     rustix::net::listen(&listener, QUEUE)?;
     Ok(listener)
 }
 
-/// Opens a port at `[::]` that takes IPv4 as well, also where the system's setting `net.ipv6.bindv6only` gives new sockets IPv6 alone.
-fn open_to_all(address: SocketAddr) -> io::Result<TcpListener> {
+/// A socket bound to `[::]` that takes IPv4 as well once it listens, also where the system's setting `net.ipv6.bindv6only` gives new sockets IPv6 alone.
+fn bind_to_all(address: SocketAddr) -> io::Result<TcpListener> {
     let socket =
         rustix::net::socket_with(AddressFamily::INET6, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
     // As the standard library does: a port whose last connections have just ended may be taken.
     sockopt::set_socket_reuseaddr(&socket, true)?;
     sockopt::set_ipv6_v6only(&socket, false)?;
     rustix::net::bind(&socket, &address)?;
-    rustix::net::listen(&socket, QUEUE)?;
     Ok(socket.into())
 }
 

@@ -344,7 +344,7 @@ fn bind(address: SocketAddr) -> io::Result<TcpListener> {
     Ok(listener)
 }
 
-/// A listener at `[::]` that takes IPv4 as well, also where the system's setting `net.ipv6.bindv6only` gives new sockets IPv6 alone.
+/// A socket bound to `[::]` that takes IPv4 as well once it listens, also where the system's setting `net.ipv6.bindv6only` gives new sockets IPv6 alone.
 fn bind_to_all(address: SocketAddr) -> io::Result<TcpListener> {
     let socket =
         rustix::net::socket_with(AddressFamily::INET6, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
@@ -352,7 +352,6 @@ fn bind_to_all(address: SocketAddr) -> io::Result<TcpListener> {
     sockopt::set_socket_reuseaddr(&socket, true)?;
     sockopt::set_ipv6_v6only(&socket, false)?;
     rustix::net::bind(&socket, &address)?;
-    rustix::net::listen(&socket, QUEUE)?;
     Ok(socket.into())
 }
 

@@ -418,13 +418,9 @@ impl Region {
         }
         let bytes = bytes.next_multiple_of(PAGE);
         self.blocks.lock().remove(&offset);
-        // (Without the lock, as it takes a call of the system to unpin a buffer. There are two at most.)
-        let pins =
-            self.pins.lock().iter().map(Weak::upgrade).fold([None, None], |[_, last], pins| [last, pins]);
-        let mut is_free = true;
-        for pins in pins.into_iter().flatten() {
-            is_free &= pins.unpin(self.at(offset));
-        }
+        // (Without the lock, as it takes a call of the system to unpin a buffer.)
+        let pins: Vec<_> = self.pins.lock().iter().filter_map(Weak::upgrade).collect();
+        let is_free = pins.iter().fold(true, |all, pins| pins.unpin(self.at(offset)) & all);
         if !is_free {
             return; // a network card may use the pages for ever: nobody gets them again
         }

@@ -330,16 +330,11 @@ pub(crate) fn choose(library: &str, facts: &Facts, wishes: &Wishes, near: &[IpAd
                 continue;
             }
         };
-        match port.clone().and_then(|port| usable(&around, device, number, &port)) {
+        let rate = port.as_ref().map_or((0, 0), |found| found.rate);
+        match port.and_then(|found| usable(&around, device, number, &found)) {
             Ok((port, suits, unused)) => {
                 let order = (place, port.layer != RdmaLayer::InfiniBand, suits.place);
-                usables.push(Usable {
-                    order,
-                    is_far: device.is_far,
-                    rate: rate_of(device, number),
-                    port,
-                    unused,
-                });
+                usables.push(Usable { order, is_far: device.is_far, rate, port, unused });
             }
             Err(why) => passed_over.push(refused(why)),
         }
@@ -384,12 +379,6 @@ struct Usable {
     rate: (u8, u8),
     port: RdmaPort,
     unused: Vec<PassedOver>,
-}
-
-fn rate_of(device: &Device, number: u8) -> (u8, u8) {
-    let ports = device.ports.iter().flatten();
-    let found = ports.filter(|port| port.number == number).find_map(|port| port.found.as_ref().ok());
-    found.map_or((0, 0), |found| found.rate)
 }
 
 /// Which port carries a rank's links beside the first: the best one that is as fast, of those first that are near to where this process runs. An address

@@ -47,6 +47,18 @@ impl<L> Lanes<L> {
     }
 }
 
+impl<L: AsMut<Lane>> Lanes<L> {
+    /// Ends all traffic. `false`: a device has refused to, as [`QueuePair::fail`] says.
+    pub(super) fn fail(&mut self) -> bool {
+        self.iter_mut().fold(true, |all, lane| lane.as_mut().pair.fail() & all)
+    }
+
+    /// Destroys the queue pairs. `true`: all are destroyed, as [`QueuePair::destroy`] says.
+    pub(super) fn destroy(&mut self) -> bool {
+        self.iter_mut().fold(true, |all, lane| lane.as_mut().pair.destroy() & all)
+    }
+}
+
 impl<L> Index<usize> for Lanes<L> {
     type Output = L;
 
@@ -209,6 +221,12 @@ impl SendLane {
     }
 }
 
+impl AsMut<Lane> for SendLane {
+    fn as_mut(&mut self) -> &mut Lane {
+        &mut self.lane
+    }
+}
+
 impl Drop for SendLane {
     fn drop(&mut self) {
         if !crate::forked::is_forked() {
@@ -233,6 +251,12 @@ pub(super) struct ReceiveLane {
     pub(super) is_used: bool,
     /// A second lane failed before it was used.
     pub(super) is_given_up: bool,
+}
+
+impl AsMut<Lane> for ReceiveLane {
+    fn as_mut(&mut self) -> &mut Lane {
+        &mut self.lane
+    }
 }
 
 impl ReceiveLane {

@@ -100,24 +100,14 @@ impl Sending {
 }
 
 impl SendLane {
-    /// A window that is not bound, and where the payload is, if it may be offered by this lane.
+    /// A window that is not bound, and where the payload is: if it may be offered by this lane, as it lies in a buffer from `Comm::alloc` that the
+    /// card has registered. Once the device has refused to make a window, only the windows that exist are used.
     fn window_for(&mut self, peer: Rank, payload: *const u8, len: usize) -> Option<(Window, Part)> {
-        let part = self.part(payload, len)?;
-        Some((self.window(peer)?, part))
-    }
-
-    /// Where a payload is that may be offered by this lane, if it lies in a buffer from `Comm::alloc` that the card has registered.
-    fn part(&self, payload: *const u8, len: usize) -> Option<Part> {
-        self.offering.as_ref().and_then(|_| self.lane.card.block(payload, len))
-    }
-
-    /// A window that is not bound. Once the device has refused to make one, only the windows that exist are used.
-    fn window(&mut self, peer: Rank) -> Option<Window> {
-        let window = self.offering.as_mut()?.take(|| Window::new(self.lane.card.domain()))?;
-        window
-            .inspect_err(|error| {
-                tracing::debug!(peer, %error, "payloads are written, as the network card makes no window");
-            })
-            .ok()
+        let (offering, card) = (self.offering.as_mut()?, &self.lane.card);
+        let part = card.block(payload, len)?;
+        let window = offering.take(|| Window::new(card.domain()))?.inspect_err(|error| {
+            tracing::debug!(peer, %error, "payloads are written, as the network card makes no window");
+        });
+        Some((window.ok()?, part))
     }
 }

@@ -223,13 +223,11 @@ impl Receiving {
     /// Stops what the device writes to operations' memory. Returns whether it writes no more.
     pub(super) fn revoke(&mut self) -> bool {
         if self.taking.writes() {
-            for lane in self.lanes.iter_mut() {
-                self.is_lost |= !lane.lane.pair.fail();
-            }
+            self.is_lost |= !self.lanes.fail();
             let _ = self.look();
             // A device that has failed completes nothing more, and never what it has not taken.
             let is_lost = self.is_lost || self.lanes.iter().any(|lane| lane.lane.pair.problem().is_some());
-            if self.taking.writes() && is_lost && self.destroy() {
+            if self.taking.writes() && is_lost && self.lanes.destroy() {
                 self.taking.end();
             }
         }

@@ -314,20 +314,11 @@ impl Receiving {
             self.broke = Some(report(&at, peer_at, problem));
         }
     }
-
-    /// Destroys the queue pairs. `true`: all are destroyed, as [`QueuePair::destroy`](super::queue_pair::QueuePair::destroy) says.
-    pub(super) fn destroy(&mut self) -> bool {
-        let mut are_gone = true;
-        for lane in self.lanes.iter_mut() {
-            are_gone &= lane.lane.pair.destroy();
-        }
-        are_gone
-    }
 }
 
 impl Drop for Receiving {
     fn drop(&mut self) {
-        if crate::forked::is_forked() || !self.destroy() {
+        if crate::forked::is_forked() || !self.lanes.destroy() {
             // The peer may go on writing to the area for ever; in a forked child the registration is the parent's. So the area is leaked.
             self.area.leave();
         }

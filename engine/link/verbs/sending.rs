@@ -256,19 +256,9 @@ impl Sending {
     /// Gives back the windows that are bound through the queue pairs, then destroys the pairs. `true`: all are destroyed, as
     /// [`QueuePair::destroy`](super::queue_pair::QueuePair::destroy) says.
     fn destroy(&mut self) -> bool {
-        self.fail();
+        self.lanes.fail();
         self.end_offers();
-        let mut are_gone = true;
-        for lane in self.lanes.iter_mut() {
-            are_gone &= lane.lane.pair.destroy();
-        }
-        are_gone
-    }
-
-    fn fail(&mut self) {
-        for lane in self.lanes.iter_mut() {
-            lane.lane.pair.fail();
-        }
+        self.lanes.destroy()
     }
 
     fn break_off(&mut self, at: usize, problem: String) {
@@ -324,7 +314,7 @@ impl Sending {
     pub(super) fn revoke(&mut self) {
         if !self.is_revoked {
             self.is_revoked = true;
-            self.fail();
+            self.lanes.fail();
             self.end_offers();
         }
         let _ = self.look();
