@@ -1,6 +1,7 @@
 //! Limits of a process. When one is met, the system gives an error number; the texts here add its name, its value, and how to raise it.
 
 use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd};
 
 use rustix::io::Errno;
 use rustix::process::{Resource, getrlimit};
@@ -12,6 +13,13 @@ fn errno(error: &io::Error) -> Option<Errno> {
 /// Whether this process, or its machine, has run out of something, so that a try at another address would fail, too.
 pub(crate) fn is_limit(error: &io::Error) -> bool {
     matches!(errno(error), Some(Errno::MFILE | Errno::NFILE | Errno::NOMEM | Errno::NOBUFS))
+}
+
+/// Whether at least a quarter of the descriptors that this process may have open are free, if it has just opened this one: the system gives each new
+/// descriptor the lowest free number.
+pub(crate) fn leaves_descriptors(opened: BorrowedFd<'_>) -> bool {
+    let number = u64::try_from(opened.as_raw_fd()).unwrap_or(0);
+    getrlimit(Resource::Nofile).current.is_none_or(|most| number < most / 4 * 3)
 }
 
 /// The system's words, with the limit that was met, if one was.

@@ -53,13 +53,20 @@ pub(crate) struct Messages {
     launches: Launches,
     /// Peer, direction and tag of each message that has ended while others of its peer wait to begin.
     ended: Vec<(Rank, Direction, u32)>,
+    /// Whether any message was ever called. If not, a pass has nothing to look at here.
+    is_used: bool,
 }
 
 impl Messages {
     pub(crate) fn new(comm: u64, rank: Rank, generation: u32, size: usize, port: Port) -> Messages {
         let peers = (0..size).map(|_| Peer { credits: CREDITS, ..Peer::default() }).collect();
         let (spare, launches) = (Vec::with_capacity(CREDITS as usize), Launches::default());
-        Messages { comm, rank, generation, port, peers, spare, launches, ended: Vec::new() }
+        Messages { comm, rank, generation, port, peers, spare, launches, ended: Vec::new(), is_used: false }
+    }
+
+    /// Whether any message was ever called on this endpoint.
+    pub(crate) fn is_used(&self) -> bool {
+        self.is_used
     }
 
     /// Goes on as the communicator's next generation. Credits, and those that are still owed to peers, stay as they are.

@@ -75,6 +75,13 @@ fn ports_that_differ_carry_a_link_together() {
     assert_eq!(over_both(&sizes, &small, "all_reduce", "2", &[])[1], 0);
     let both = TWO_PORTS.replace("\"gids\"", "\"max_message\": 16384, \"gids\"");
     assert!(over_both(&sizes, &both, "all_reduce", "2", &[])[1] > 2 * 4096);
+    // Nor is one whose queue has room for fewer of such frames than the first port's: the first would have to do with fewer, too.
+    let short = both.replacen(name, &format!("{name}, \"max_qp_wr\": 60"), 1);
+    let said = is_right_with(&sizes, &short, ("all_reduce", "2"), &[TELL]);
+    assert!(
+        carried(&said, "test_1") == 0 && said.contains("large frames in a queue, and the first port for"),
+        "{said}"
+    );
     // The second card can register nothing, or not enough for whole frames: the links go by the first.
     let little = second(name, &format!("{name}, \"max_pinned\": 65536"));
     assert_eq!(over_both(&sizes, &little, "all_reduce", "2", &[])[1], 0);
@@ -135,4 +142,53 @@ fn a_second_card_that_runs_out_of_queue_pairs_is_done_without() {
     let few = TWO_PORTS.replace("\"name\": \"test_1\"", "\"max_qp\": 1, \"name\": \"test_1\"");
     let said = is_right_with(&["--sizes", "8,300K"], &few, ("all_reduce", "4"), &[TELL]);
     assert!(!said.contains("WARN"), "{said}");
+}
+
+/// The second port's cable is pulled in the middle of the work, long after the port has proven that it works.
+#[test]
+fn a_second_port_that_fails_while_frames_go_by_it_ends_the_job_and_is_named() {
+    let pulled = TWO_PORTS.replace("\"name\": \"test_1\"", "\"most_bytes\": 20000000, \"name\": \"test_1\"");
+    let command = env!("CARGO_BIN_EXE_allstream");
+    for more in [&[][..], &["--alloc", "arena"]] {
+        let job = [
+            "run",
+            "-n",
+            "2",
+            "--on-failure",
+            "keep",
+            "--",
+            command,
+            "perf",
+            "all_reduce",
+            "--sizes",
+            "3M",
+            "-n",
+            "100",
+        ];
+        let variables =
+            [("ALLSTREAM_LINK", "rdma"), ("ALLSTREAM_RDMA_TIMEOUT", "8"), ("ALLSTREAM_RDMA_RETRY", "2")];
+        let (went_well, said) = on_host(
+            library().to_str().unwrap(),
+            &pulled,
+            &[&variables[..], &[TELL]].concat(),
+            &[&job[..], more].concat(),
+        );
+        let [first, second] = ["test_0", "test_1"].map(|device| carried(&said, device));
+        let names_it = said.contains("test_1 port 1 (127.0.0.1)") && !said.contains("timed out");
+        assert!(!went_well && names_it && !said.contains("panicked"), "{more:?}: {said}");
+        assert!(!said.contains("are left at the end") && !said.contains("unmapped"), "{more:?}: {said}");
+        assert!(first > 0 && second >= 20_000_000, "{more:?}: {first}, {second}");
+    }
+}
+
+/// Each second port of a link costs a descriptor at each end. Where these are scarce, links do without it, so that all links get theirs.
+#[test]
+fn second_ports_leave_the_last_descriptors_to_other_links() {
+    let command = env!("CARGO_BIN_EXE_allstream");
+    let rank = format!("ulimit -n 80; exec '{command}' perf all_reduce --sizes 300K -n 3 -w 1");
+    let job = ["run", "-n", "6", "--", "sh", "-c", rank.as_str()];
+    let variables = [("ALLSTREAM_LINK", "rdma"), TELL];
+    let (went_well, said) = on_host(library().to_str().unwrap(), TWO_PORTS, &variables, &job);
+    assert!(went_well && said.contains("# Out of bounds values : 0 OK") && !said.contains("WARN"), "{said}");
+    assert!(carried(&said, "test_1") > 0, "{said}");
 }

@@ -309,12 +309,14 @@ impl Run {
                 }
             }
         }
-        messages.arrived(of.config.runtime.waker())?;
-        any |= messages.pass(|key, message| {
-            of.recorder.message_finished(message.record);
-            of.data_done(key);
-        })?;
-        messages.go_on(|| of.config.now());
+        if messages.is_used() {
+            messages.arrived(of.config.runtime.waker())?;
+            any |= messages.pass(|key, message| {
+                of.recorder.message_finished(message.record);
+                of.data_done(key);
+            })?;
+            messages.go_on(|| of.config.now());
+        }
         if let Some(bound) = of.bound() {
             let carrier = active.carrier();
             let is_asked = carrier.is_some_and(|carrier| carrier.is_to_be_asked())

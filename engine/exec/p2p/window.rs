@@ -34,7 +34,7 @@ impl Messages {
     /// Adds a message whose own memory is ready. It begins now, or waits for those before it.
     pub(crate) fn add(&mut self, key: Key, message: Message, now: Instant) {
         let peer = &mut self.peers[message.peer];
-        peer.touched = true;
+        (peer.touched, self.is_used) = (true, true);
         if peer.is_full_for(&message) {
             peer.waiting.entry((message.direction, message.tag)).or_default().push_back((key, message));
             return;

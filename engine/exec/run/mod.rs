@@ -17,7 +17,7 @@ mod turn;
 use self::loan_run::LoanRun;
 use self::plan_run::PlanRun;
 pub(crate) use self::plan_run::{STRIPE, StagedBuf, cut};
-use self::turn::{LinkUse, Passed, Turn};
+use self::turn::{LinkUse, Turn};
 use super::backend::{Backend, Context, Prepared};
 use super::lends::Lends;
 use super::operation::{Operation, Part};
@@ -148,27 +148,23 @@ impl<B: Backend, L: Lends> PartRun<B, L> {
         news: Option<Rank>,
         port: &mut Port,
     ) -> Result<(bool, bool), Error> {
-        let Some(part) = self.work.take() else { return Ok((false, true)) };
-        let turn = Turn { c: Context { comm, op, part: &part }, part: self.part, earlier };
-        let result = self.go_on(turn, news, port);
-        self.work = Some(part);
-        let Passed { moved, complete, touched } = result?;
-        self.touched = touched;
-        Ok((moved, complete))
-    }
-
-    /// Goes on by loans as long as these are possible, else by steps.
-    fn go_on(&mut self, t: Turn<'_, Self>, news: Option<Rank>, port: &mut Port) -> Result<Passed, Error> {
-        if let Prepared::NotYet(moved) = self.plan.prepare(t.c)? {
-            return Ok(Passed { moved, complete: false, touched: 0 });
+        let PartRun { work: Some(part), plan, loans, touched, .. } = self else { return Ok((false, true)) };
+        let turn = Turn { c: Context { comm, op, part }, part: self.part, earlier };
+        if let Prepared::NotYet(moved) = plan.prepare(turn.c)? {
+            *touched = 0;
+            return Ok((moved, false));
         }
-        if self.loans.is_on() {
-            let base = |slot| self.plan.base(t.c.part, slot);
-            if let Some(passed) = self.loans.pass(t, base, port)? {
-                return Ok(passed);
-            }
-        }
-        self.plan.pass(t, news, port)
+        // By loans as long as these are possible, else by steps.
+        let by_loans = match loans.is_on() {
+            true => loans.pass(turn, |slot| plan.base(part, slot), port)?,
+            false => None,
+        };
+        let passed = match by_loans {
+            Some(passed) => passed,
+            None => plan.pass(turn, news, port)?,
+        };
+        *touched = passed.touched;
+        Ok((passed.moved, passed.complete))
     }
 }
 

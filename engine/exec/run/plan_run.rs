@@ -186,6 +186,8 @@ impl<B: Backend> PlanRun<B> {
         self.touched = 0;
         let program = t.c.program();
         match news {
+            // As in the first pass over a part.
+            _ if self.ready.has_all() => {}
             Some(peer) => self.mark_heads(program, peer),
             None => (0..program.plan.size).for_each(|peer| self.mark_heads(program, peer)),
         }

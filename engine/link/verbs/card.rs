@@ -99,11 +99,17 @@ impl Card {
         let is_as_good = |second: &Card| {
             let needed = card.max_message().min(LARGEST as u32);
             let (place, bytes) = (second.place(), second.max_message());
-            if bytes >= needed {
-                Ok(())
-            } else {
-                Err(format!("{place} takes messages of {bytes} bytes at most"))
+            if bytes < needed {
+                return Err(format!("{place} takes messages of {bytes} bytes at most"));
             }
+            // A link has one number of slots for both ports. So a second port with a shorter queue would take slots from the first.
+            let (slots, wanted) = (second.slots_to_send(needed), card.slots_to_send(needed));
+            if slots < wanted {
+                return Err(format!(
+                    "{place} has room for {slots} large frames in a queue, and the first port for {wanted}"
+                ));
+            }
+            Ok(())
         };
         let opened = opened.map(|opened| {
             let opened = opened.map_err(|error| error.to_string())?;

@@ -22,7 +22,7 @@ use super::hello::{Area, Hello};
 use super::layout::{CELLS_BYTES, place_of_trial};
 use super::offers::{Offering, Reads};
 use super::queue_pair::{PIECE, QueuePair, Room, Tells, Write};
-use crate::error::Error;
+use crate::error::{Error, limits::leaves_descriptors};
 
 /// The id of the request by which a second lane is tried.
 pub(super) const TRIAL: u64 = PIECE | 1;
@@ -94,6 +94,17 @@ impl Lane {
         })
     }
 
+    /// An error if this lane, a second one, takes one of the last descriptors that this process may have open: later links need theirs more.
+    fn leaves_descriptors(&self) -> Result<(), Error> {
+        match leaves_descriptors(self.pair.descriptor()) {
+            true => Ok(()),
+            false => Err(Error::system(
+                "open a second queue pair for a link",
+                "less than a quarter of the descriptors are free",
+            )),
+        }
+    }
+
     pub(super) fn hello(&self, slots: u32, reads: u8, area: Option<Area>) -> Hello {
         Hello { reads, ..self.card.hello(self.pair.number(), self.first_packet, slots, area) }
     }
@@ -156,6 +167,12 @@ impl SendLane {
             large: 0,
             is_proven: true,
         })
+    }
+
+    /// The sending end of a second lane. An error if there is none to be had.
+    pub(super) fn second(card: &Arc<Card>, room: Room) -> Result<SendLane, Error> {
+        let new = SendLane::new(card, room)?;
+        new.lane.leaves_descriptors().map(|()| new)
     }
 
     pub(super) fn hello(&self, slots: u32) -> Hello {
@@ -263,6 +280,12 @@ impl ReceiveLane {
     pub(super) fn new(card: &Arc<Card>) -> Result<ReceiveLane, Error> {
         let lane = Lane::new(card, super::room_to_receive())?;
         Ok(ReceiveLane { lane, reads: 0, is_used: false, is_given_up: false })
+    }
+
+    /// The receiving end of a second lane. An error if there is none to be had.
+    pub(super) fn second(card: &Arc<Card>) -> Result<ReceiveLane, Error> {
+        let new = ReceiveLane::new(card)?;
+        new.lane.leaves_descriptors().map(|()| new)
     }
 
     /// Connects this end to the sender's. Receive requests are posted before the sender knows of the queue pair, so that none of its messages comes too

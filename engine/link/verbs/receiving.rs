@@ -82,7 +82,7 @@ impl Receiving {
             let alone = |error: &Error| {
                 tracing::debug!(peer, %error, "a link over RDMA goes by the first port alone");
             };
-            let mut lane = ReceiveLane::new(card).inspect_err(alone).ok()?;
+            let mut lane = ReceiveLane::second(card).inspect_err(alone).ok()?;
             let given_up = |error: &Error| card.give_up(&hello, error.to_string());
             lane.connect(&hello, can_read).inspect_err(given_up).ok()?;
             Some(lane)

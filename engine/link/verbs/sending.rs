@@ -58,20 +58,17 @@ impl Sending {
         let cards = || [card].into_iter().chain(card.second());
         let max_message = common_message(cards());
         let most_slots = cards().map(|card| card.slots_to_send(max_message)).fold(u32::MAX, u32::min);
-        let lane = |card: &Arc<Card>| {
-            let room = Room {
-                send: requests(most_slots, max_message),
-                receive: super::RECEIVES as u32,
-                other_may: Access::REMOTE_READ,
-            };
-            SendLane::new(card, room)
+        let room = Room {
+            send: requests(most_slots, max_message),
+            receive: super::RECEIVES as u32,
+            other_may: Access::REMOTE_READ,
         };
-        let mut first = lane(card)?;
+        let mut first = SendLane::new(card, room)?;
         super::fill(&mut first.lane.pair, card)?;
         let alone = |error: &Error| {
             tracing::debug!(peer, %error, "a link over RDMA goes by the first port alone");
         };
-        let second = card.second().and_then(|second| lane(second).inspect_err(alone).ok());
+        let second = card.second().and_then(|second| SendLane::second(second, room).inspect_err(alone).ok());
         Ok(Sending {
             peer,
             lanes: Lanes { first, second },

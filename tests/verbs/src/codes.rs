@@ -93,6 +93,7 @@ pub(crate) const PORT_ERR: c_uint = 10;
 
 /// `ibv_port_state` of a port that can be used.
 pub(crate) const ACTIVE: c_uint = 4;
+pub(crate) const DOWN: c_uint = 1;
 
 /// The `ibv_wc_opcode` in the completion of a request with this `ibv_wr_opcode`; `None`: this library does not accept such requests.
 pub(crate) fn completed(opcode: c_uint) -> Option<c_uint> {

@@ -6,7 +6,7 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::time::Instant;
 use std::{io, ptr};
 
-use crate::codes::ACTIVE;
+use crate::codes::{ACTIVE, DOWN};
 use crate::completion::{Completions, Entry};
 use crate::counts::Report;
 use crate::events::{Event, Events};
@@ -64,6 +64,10 @@ impl Shared {
     /// The current state of a port.
     pub(crate) fn port_state(&self, context: usize, number: u8) -> Option<c_uint> {
         let (device, told) = (self.contexts.get(&context)?.device, self.port(context, number)?);
+        let most = host().devices.get(device)?.most_bytes;
+        if most > 0 && self.posted.get(&device).is_some_and(|posted| *posted >= most) {
+            return Some(DOWN);
+        }
         Some(self.ports.get(&(device, number)).copied().unwrap_or(told.state))
     }
 

@@ -45,6 +45,8 @@ pub(crate) struct Device {
     pub(crate) windows: bool,
     /// How many bytes a process may pin; 0: any number.
     pub(crate) max_pinned: u64,
+    /// Once a process has asked the device to carry so many bytes, the device's ports are down for that process; 0: they never go down.
+    pub(crate) most_bytes: u64,
     /// Whether a retry count of 7 means that retries never end, as on Soft-RoCE.
     pub(crate) seven_is_for_ever: bool,
 }
@@ -69,6 +71,7 @@ impl Default for Device {
             max_init_rd_atomic: 16,
             windows: true,
             max_pinned: 0,
+            most_bytes: 0,
             seven_is_for_ever: false,
         }
     }

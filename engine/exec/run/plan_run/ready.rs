@@ -30,6 +30,11 @@ impl ReadyList {
         Some(i)
     }
 
+    /// Whether every step is listed.
+    pub(super) fn has_all(&self) -> bool {
+        self.list.len() == self.listed.len()
+    }
+
     pub(super) fn is_empty(&self) -> bool {
         self.list.is_empty()
     }
