@@ -48,8 +48,8 @@ struct Record {
     number: u64,
     signature: Signature,
     state: State,
-    submitted: Instant,
-    started: Option<Instant>,
+    submitted: Tick,
+    started: Option<Tick>,
     finished: Option<Tick>,
     waiting: Vec<Rank>,
 }
@@ -155,8 +155,9 @@ impl Recorder {
         }
     }
 
-    /// Notes a collective that was submitted at `now`. `has_begun`: it also began then.
-    pub(crate) fn submitted(&self, number: u64, signature: Signature, (now, has_begun): (Instant, bool)) {
+    /// Notes a collective that is submitted now. `has_begun`: it also begins now.
+    pub(crate) fn submitted(&self, number: u64, signature: Signature, has_begun: bool) {
+        let now = Tick::now();
         let (started, state) = if has_begun { (Some(now), State::Running) } else { (None, State::Queued) };
         let mut collectives = self.collectives.lock();
         if collectives.records.is_empty() {
@@ -200,8 +201,9 @@ impl Recorder {
         let mut found = None;
         self.with(number, |record| {
             found = record.finished.map(|tick| {
-                let started = record.started.unwrap_or(record.submitted).max(record.submitted);
-                (record.submitted, started, time(tick, started))
+                let submitted = time(record.submitted, self.start.time());
+                let started = record.started.map_or(submitted, |started| time(started, submitted));
+                (submitted, started, time(tick, started))
             });
         });
         found
@@ -225,10 +227,11 @@ impl Recorder {
         }
     }
 
-    pub(crate) fn started(&self, number: u64, now: Instant) {
+    /// Notes that a collective begins now.
+    pub(crate) fn started(&self, number: u64) {
         self.with(number, |r| {
             r.state = State::Running;
-            r.started = Some(now);
+            r.started = Some(Tick::now());
         });
     }
 
@@ -254,17 +257,21 @@ impl Recorder {
     pub(crate) fn snapshot(&self, ranks: usize) -> Vec<OperationRecord> {
         let (at, time) = (unix_times(), self.start.times());
         let collectives = self.collectives.lock();
-        let each = |r: &Record| OperationRecord {
-            number: r.number,
-            call: r.signature.to_string(),
-            collective: r.signature.collective().map(Kind::name),
-            algo: r.signature.algorithm().map(Algo::name),
-            bytes: largest(&r.signature, ranks),
-            state: r.state,
-            submitted_us: at(r.submitted),
-            started_us: r.started.map(&at),
-            finished_us: r.finished.map(|tick| at(time(tick, r.submitted))),
-            waiting_for: if r.state == State::Done { Vec::new() } else { r.waiting.clone() },
+        let each = |r: &Record| {
+            let submitted = time(r.submitted, self.start.time());
+            let after = |tick| at(time(tick, submitted));
+            OperationRecord {
+                number: r.number,
+                call: r.signature.to_string(),
+                collective: r.signature.collective().map(Kind::name),
+                algo: r.signature.algorithm().map(Algo::name),
+                bytes: largest(&r.signature, ranks),
+                state: r.state,
+                submitted_us: at(submitted),
+                started_us: r.started.map(after),
+                finished_us: r.finished.map(after),
+                waiting_for: if r.state == State::Done { Vec::new() } else { r.waiting.clone() },
+            }
         };
         collectives.in_order().map(each).collect()
     }
@@ -542,7 +549,7 @@ mod tests {
         let recorder = Recorder::new();
         let call = Signature { kind: Kind::AllReduce as u8, algo: Algo::Ring as u8, ..Signature::default() };
         for (number, key) in [0, 7, 1 << 40].into_iter().enumerate() {
-            recorder.submitted(number as u64, call.with_key(key), (Instant::now(), true));
+            recorder.submitted(number as u64, call.with_key(key), true);
         }
         let told = recorder.snapshot(2);
         assert_eq!(told.len(), 3);
@@ -552,10 +559,9 @@ mod tests {
     #[test]
     fn the_last_collectives_are_told_in_order_and_older_ones_are_forgotten() {
         let recorder = Recorder::new();
-        let now = Instant::now();
         // A communicator's next generation goes on with the numbers of the last one.
         for number in 1000..1600 {
-            recorder.submitted(number, Signature::default(), (now, number % 2 == 0));
+            recorder.submitted(number, Signature::default(), number % 2 == 0);
             recorder.waiting(number, &[1]);
         }
         recorder.finished(1599, State::Done);

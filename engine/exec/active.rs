@@ -64,7 +64,9 @@ struct Current {
     /// How many pieces of the operation's memory have come, and how far the operation may go with these.
     arrived: usize,
     reach: Reach,
-    started: Instant,
+    /// Since when its time limit counts: since the first look at the deadlines after its start. `None`: there was none yet. Most operations are over
+    /// before, and reading the clock takes longer than much else that a small operation does.
+    started: Option<Instant>,
 }
 
 /// What a pass came to.
@@ -112,23 +114,28 @@ impl Active {
         on_host.flat_map(|current| current.op.parts.all()).for_each(|part| _ = part.check_values());
     }
 
-    /// Number, signature, time limit and start of the operation.
-    pub(crate) fn current(&self) -> Option<(u64, Signature, Duration, Instant)> {
+    /// Number, signature and time limit of the operation.
+    pub(crate) fn current(&self) -> Option<(u64, Signature, Duration)> {
         let c = self.current.as_ref()?;
-        Some((c.op.number, c.op.signature, c.op.timeout, c.started))
+        Some((c.op.number, c.op.signature, c.op.timeout))
+    }
+
+    /// Since when the operation's time limit counts: from `now` on, if nobody has asked before.
+    pub(crate) fn started(&mut self, now: Instant) -> Instant {
+        self.current.as_mut().map_or(now, |current| *current.started.get_or_insert(now))
     }
 
     /// The operation's time limit counts from here on.
     pub(crate) fn count_from(&mut self, now: Instant) {
-        self.current.iter_mut().for_each(|current| current.started = now);
+        self.current.iter_mut().for_each(|current| current.started = Some(now));
     }
 
-    pub(crate) fn start(&mut self, key: Key, carried: Carried, started: Instant) {
+    pub(crate) fn start(&mut self, key: Key, carried: Carried) {
         (self.stalled_at, self.is_watched) = (None, false);
         let Carried { operation: op, carrier } = carried;
         let reach = carrier.as_ref().map_or(ALL, |carrier| carrier.reach());
-        self.current =
-            Some(Current { key, op, carrier, next: NextPart::default(), arrived: 0, reach, started });
+        let (next, arrived, started) = (NextPart::default(), 0, None);
+        self.current = Some(Current { key, op, carrier, next, arrived, reach, started });
     }
 
     /// Goes on with the operation's second half, which has these parts.

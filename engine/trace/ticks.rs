@@ -48,6 +48,11 @@ impl Both {
         best.1
     }
 
+    /// The point, by the system's clock.
+    pub(super) fn time(self) -> Instant {
+        self.time
+    }
+
     /// Gives a function that converts a tick, which must be no earlier than this point, to the system's time: by linear interpolation
     /// between this point and now. The result is never before `least`, and never after now unless `least` is. That is so even if the
     /// counter was set back meanwhile, as when a virtual machine was moved to another host.

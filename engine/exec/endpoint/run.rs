@@ -79,7 +79,7 @@ impl Run {
 
     /// All of the active collective is on its stream.
     pub(super) fn enqueued(&mut self, key: Key) {
-        let Some((number, signature, timeout, _)) = self.active.current() else { return };
+        let Some((number, signature, timeout)) = self.active.current() else { return };
         let Some(carrier) = self.active.carrier().cloned() else { return };
         self.take_active();
         self.endings.push(Ending::new(key, number, signature, timeout, carrier));

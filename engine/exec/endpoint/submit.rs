@@ -37,16 +37,15 @@ impl Endpoint {
         if let Some(carrier) = carrier {
             self.submit_carried(&mut table, key, operation, carrier);
         }
-        let now = self.config.now();
         // A collective with none queued before it can begin at once. The lock of `Run` is only tried: in the order of locks it comes
         // before the table's, which this thread holds.
         let mut started = None;
         if after.is_none() && table.collectives.is_empty() {
             started = self.run.try_lock().filter(|run| run.may_begin());
         }
-        self.recorder.submitted(number, signature, (now, started.is_some()));
+        self.recorder.submitted(number, signature, started.is_some());
         match &mut started {
-            Some(run) => run.active.start(key, carried, now),
+            Some(run) => run.active.start(key, carried),
             None => {
                 table.collectives.push_back((key, carried, after));
                 self.submitted.note_queued(&table);
@@ -168,9 +167,8 @@ impl Run {
                 ready(after, &operation.signature.to_string())?;
             }
             if let Some((key, carried, _)) = table.collectives.pop_front() {
-                let now = of.config.now();
-                of.recorder.started(carried.operation.number, now);
-                self.active.start(key, carried, now);
+                of.recorder.started(carried.operation.number);
+                self.active.start(key, carried);
             }
         }
         of.submitted.note_queued(&table);
