@@ -248,7 +248,7 @@ impl<B: Buf> Buckets<B> {
     ///
     /// # Errors
     /// [`Error::Invalid`] where gradients were pushed in this step already, and for a layout with integers, of which there is no weighed
-    /// mean; on all ranks alike where a rank gives a number that is negative, infinite or a NaN, and where the sum is 0. Else as a collective.
+    /// mean; on all ranks alike where a rank gives a number that is negative, infinite or a NaN, and where the sum is 0 or infinite. Else as a collective.
     pub async fn weigh(&mut self, samples: f64) -> Result<(), Error> {
         let invalid = |problem: String| Err(Error::invalid("weigh", problem));
         if let Some(i) = self.layout.iter().position(|param| !param.dtype().scales()) {
@@ -267,6 +267,9 @@ impl<B: Buf> Buckets<B> {
         let sum: f64 = all.iter().sum();
         if sum <= 0.0 {
             return invalid("no rank has any samples in this step, expected at least one".into());
+        }
+        if !sum.is_finite() {
+            return invalid(format!("the ranks have {sum} samples together, expected a number that `f64` can hold"));
         }
         self.progress.scale = Some(samples / sum);
         Ok(())

@@ -243,6 +243,7 @@ fn a_mean_by_samples_weighs_ranks_by_their_share() {
             assert!(all.iter().zip(LENS).all(|(found, len)| *found == vec![6.0; len]), "{link}");
             invalid(block_on(buckets.weigh([1.0, f64::NAN][rank])), &["rank 1", "NaN samples"]);
             invalid(block_on(buckets.weigh(0.0)), &["no rank has any samples"]);
+            invalid(block_on(buckets.weigh(f64::MAX)), &["inf samples together"]);
             buckets.push(4, vec![0.0; LENS[4]]).unwrap();
             invalid(block_on(buckets.weigh(1.0)), &["parameter 4 was pushed before"]);
         });
