@@ -1,10 +1,11 @@
 //! [`Commands`]: what a pass leaves to be done by a thread that holds none of the engine's locks.
 //!
-//! A driver may block whoever calls it: a stream of CUDA's takes about a thousand pieces of work, and then who puts one more there waits, with
-//! the lock of the whole context. A deadline, an abort and the other operations of a rank must not wait with it. So a pass, which holds the
-//! locks of its endpoint and of its rank's memory, never calls a driver: it appends commands here. The thread that made the pass carries
-//! them out when it has dropped those locks. If another thread is at that already, the commands are left to that one. A thread that must
-//! not block (the progress thread, the control thread, and the one that sees device work end) leaves them to a thread that each endpoint has for this.
+//! A driver may block whoever calls it: a CUDA stream has room for about a thousand pieces of work, and a thread that puts one more there waits
+//! while it holds the lock of the whole context. Deadlines, aborts and the other operations of a rank must not wait for that thread. So a pass,
+//! which holds the locks of its endpoint and of its rank's memory, never calls a driver: it appends commands here. The thread that made the pass
+//! carries them out when it has dropped those locks; but if another thread is already carrying out commands of this endpoint, that thread
+//! carries these out, too. A thread that must not block (the progress thread, the control thread, and the one that sees device work end) leaves
+//! commands to a thread that each endpoint has for this.
 //!
 //! Commands are carried out one at a time, in the order in which they were appended.
 
@@ -26,17 +27,19 @@ thread_local! {
     static IN_COMMAND: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Whether this thread is carrying a command out: no user's code is to run in it.
+/// Whether this thread is carrying out a command. Wakers and drops of users' buffers run users' code, so they must wait until the command is done,
+/// or run on another thread.
 pub(crate) fn is_in_command() -> bool {
     IN_COMMAND.get()
 }
 
-/// From now on this thread leaves commands to others, where the system has a thread to give: many wait for what this one does.
+/// From now on this thread must not block, as many wait for what it does. So it leaves commands to the threads that endpoints have for them, and
+/// carries them out itself only if the system cannot start such a thread.
 pub(crate) fn never_block_here() {
     MUST_NOT_BLOCK.set(true);
 }
 
-/// Whether this thread must not block, as many wait for what it does.
+/// Whether this thread has called [`never_block_here`].
 pub(crate) fn must_not_block_here() -> bool {
     MUST_NOT_BLOCK.get()
 }
@@ -59,8 +62,8 @@ struct Command {
     drops: bool,
 }
 
-/// The last user of an endpoint's commands holds this. When it is dropped, the commands are cut, and the list is emptied: a command may own what
-/// owns the list, and neither would ever be freed.
+/// The endpoint holds one of these, and so do the runs that were taken out of it. When it is dropped, the commands are [cut](Commands::cut), and a
+/// thread empties the list: a command may own what owns the list, and if it stayed there, neither would ever be freed.
 pub(crate) struct LastOf(pub(crate) Arc<Commands>);
 
 impl Drop for LastOf {
@@ -73,7 +76,7 @@ impl Drop for LastOf {
 /// The commands of an endpoint.
 pub(crate) struct Commands {
     list: Mutex<VecDeque<Command>>,
-    /// What is to be dropped where a driver, or a user's code, may block.
+    /// What a thread that may block is to drop, as the drop may call a driver or run a user's code.
     disposed: Mutex<Vec<Box<dyn Send>>>,
     /// `list` may hold a command. Changed under that lock.
     any: AtomicBool,
@@ -91,13 +94,13 @@ pub(crate) struct Commands {
     failure: OnceLock<Error>,
     /// Wakes whoever drives the endpoint.
     waker: Waker,
-    /// What many commands in a row are carried out in, if they have anything in common.
+    /// A function within which commands are carried out, if [`are_within`](Commands::are_within) has set one.
     within: OnceLock<fn(&mut dyn FnMut())>,
     /// Where this endpoint's thread is told that there are commands. `None`: the system has no thread to give.
     thread: OnceLock<Option<Sender<Arc<Commands>>>>,
 }
 
-/// Such a command is being carried out, as long as this is there.
+/// As long as this exists, a command that was appended by [`put`](Commands::put) is being carried out.
 struct AtWork<'a>(&'a AtomicBool);
 
 impl Drop for AtWork<'_> {
@@ -128,8 +131,8 @@ impl Commands {
         })
     }
 
-    /// Appends a command. If it fails, no such command behind it is begun, and the next pass hears of the error. It is not begun once the
-    /// communicator has failed.
+    /// Appends a command, which is not begun if the communicator has failed by then. If the command fails, the next pass returns its error, and no
+    /// command behind it that was appended by this function is begun.
     pub(crate) fn put(&self, job: impl FnOnce() -> Result<(), Error> + Send + 'static) {
         self.append(Command { job: Box::new(job), always: false, drops: false });
     }
@@ -139,7 +142,7 @@ impl Commands {
         self.append(Command { job: infallible(job), always: true, drops: false });
     }
 
-    /// Appends a command that drops what carried an operation out: a driver may be called by that.
+    /// Appends a command that drops what carried an operation out, as that drop may call a driver.
     pub(crate) fn put_drop(&self, carrier: impl Send + 'static) {
         self.append(Command { job: infallible(move || drop(carrier)), always: true, drops: true });
     }
@@ -149,7 +152,8 @@ impl Commands {
         !self.any_awaited.load(Ordering::Acquire)
     }
 
-    /// From here on, commands that are carried out in a row are so within this, which calls what it is given once.
+    /// From here on, commands that come one after another are carried out within one call of `within`, which must call its argument once. With a
+    /// device, `within` keeps the device's context current, so that not every command has to enter the context.
     pub(crate) fn are_within(&self, within: fn(&mut dyn FnMut())) {
         let _ = self.within.set(within);
     }
@@ -198,14 +202,14 @@ impl Commands {
         !self.is_at_work.load(Ordering::SeqCst)
     }
 
-    /// Whether there is anything to do. In a child of a fork what was appended is the parent's.
+    /// Whether there is anything to do. In a forked child there is not: what was appended is the parent's.
     fn is_due(&self) -> bool {
         (self.any.load(Ordering::Acquire) || self.any_disposed.load(Ordering::Acquire))
             && !forked::is_forked()
     }
 
-    /// Sees to it that all commands are carried out: by this thread, if it may block and nobody else is at it. The caller holds none of the
-    /// engine's locks.
+    /// Sees to it that all commands are carried out: by this thread, if it may block and no other thread is carrying them out. The caller holds none
+    /// of the engine's locks.
     pub(crate) fn issue(self: &Arc<Self>) {
         if MUST_NOT_BLOCK.get() {
             self.hand_over();
@@ -214,7 +218,7 @@ impl Commands {
         }
     }
 
-    /// Has this endpoint's thread carry all commands out; this thread does so, where the system has none to give.
+    /// Has this endpoint's thread carry all commands out. If the system cannot start that thread, the calling thread carries them out.
     pub(crate) fn hand_over(self: &Arc<Self>) {
         if !self.is_due() {
             return;
@@ -255,8 +259,9 @@ impl Commands {
         }
     }
 
-    /// Carries out this command, and those behind it up to the first that is done always: such a one may drop what is a user's, and so is not done
-    /// within what the others have in common.
+    /// Carries out `first`. If that is not a command that is done always, also carries out those behind it, up to the next one that is, all within
+    /// one call of `within`. A command that is done always is carried out alone and outside of `within`: it may drop a user's value, whose code
+    /// must not run in there.
     fn carry_out_row(&self, first: Command) {
         let within = self.within.get().filter(|_| !first.always);
         let mut next = Some(first);
@@ -296,13 +301,13 @@ impl Commands {
             result
         };
         if always {
-            // What is done always reports by itself.
+            // A job that is done always returns no error: it tells by itself of what has failed.
             let _ = run();
             return;
         }
         self.is_at_work.store(true, Ordering::SeqCst);
         let at_work = AtWork(&self.is_at_work);
-        // Who cuts sees that this is at work, or this sees that it is cut.
+        // Either the thread that cuts the commands sees that this one is at work, or this thread sees that the commands are cut.
         if !self.is_cut.load(Ordering::SeqCst)
             && let Err(error) = run()
         {

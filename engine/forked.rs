@@ -1,10 +1,10 @@
 //! Whether this process was forked from one that used the engine.
 //!
 //! Threads do not survive a fork, and the child shares with its parent what the engine works on: sockets, descriptors that wake threads, memory that
-//! peers see. So every call in the child fails with an error that names the fork. Values that the child has inherited only close its own copies of
-//! descriptors when they are dropped, and touch nothing else.
+//! peers see. So every call in the child fails with an error that names the fork. When the child drops values that it has inherited, they only close
+//! the child's own copies of descriptors, and touch nothing else.
 //!
-//! Each call checks this, by one load from a page that the system gives to a forked child empty.
+//! Each call checks this by one load from a page that the system zeroes in a forked child.
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -60,12 +60,12 @@ pub(crate) fn begin() -> Result<(), Error> {
 }
 
 /// # Errors
-/// [`Error::Unavailable`] in a child of a process that used the engine.
+/// [`Error::Unavailable`] in a forked child of a process that used the engine.
 pub(crate) fn check() -> Result<(), Error> {
     if is_forked() { Err(refusal()) } else { Ok(()) }
 }
 
-/// The error of every call in such a child.
+/// The error of every call in a forked child of a process that used the engine.
 #[cold]
 pub(crate) fn refusal() -> Error {
     Error::Unavailable {

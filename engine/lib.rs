@@ -57,7 +57,8 @@ pub use crate::types::{
     f8e5m2, f16,
 };
 
-/// Compiles the README's one whole program; its snippets are `ignore` (tests/engine/readme.rs runs those of docs/rust.md).
+/// Compiles the one whole program in the README. The README's other Rust snippets are marked `ignore`; tests/engine/readme.rs runs the snippets of
+/// docs/rust.md.
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]
 struct Readme;
@@ -104,7 +105,7 @@ pub mod rdma {
 /// tensor by an unsafe function: its caller promises that the producer keeps DLPack's contract; all else is checked. Both use the present
 /// form (`DLManagedTensorVersioned`) or the older one (`DLManagedTensor`).
 ///
-/// Each element type has its code in DLPack; `f8e4m3` and `f8e5m2` are `kDLFloat8_e4m3fn` and `kDLFloat8_e5m2` (1.1).
+/// Each element type has its code in DLPack; `f8e4m3` and `f8e5m2` are `kDLFloat8_e4m3fn` and `kDLFloat8_e5m2`, which came with DLPack 1.1.
 pub mod dlpack {
     pub use crate::mem::dlpack::{
         DL_CPU, DL_CUDA, DL_CUDA_HOST, DLDataType, DLDevice, DLManagedTensor, DLManagedTensorVersioned,

@@ -24,7 +24,7 @@ pub struct Signature {
     /// The collective ([`Kind`]), or 100 for send/recv. Bit 7 is set for a collective's form with a count for each rank, bit 6 if all
     /// ranks' devices run the collective, bit 4 if a library (NCCL) carries out the whole call.
     pub kind: u8,
-    /// [`DType`]; 255 for a list of several.
+    /// [`DType`]; 255 for a call on a list of buffers.
     pub dtype: u8,
     /// [`ReduceOp`]; 254 for a user's function, 255 where nothing is reduced.
     pub op: u8,
@@ -33,14 +33,14 @@ pub struct Signature {
     pub algo: u8,
     /// The root's rank (0 where there is none); the tag of a message.
     pub root: u32,
-    /// Elements per rank, as the collective counts them. With a count for each rank: the sum of the counts. In a call in which a rank
-    /// knows only its own counts: 0, and in the frames of such a call, the length of the frame's message.
+    /// Elements per rank, as the collective counts them. With a count for each rank: the sum of the counts. In a call in which each rank
+    /// knows only its own counts: 0; in the frames of such a call: the length of the message that the frame belongs to.
     pub count: u64,
     /// How many earlier communicators of the same members used this communicator's links: 0 for new links.
     pub generation: u32,
     /// A digest of what the other fields do not hold: the count of each rank, the lengths and types of a list, the name of a
-    /// user's function. 0 if there is nothing of the kind. A call's key is combined with the digest by exclusive or: its low 32 bits
-    /// and, if a high bit is set, a digest of the high 32. So two keys below 2^32 are never taken for each other.
+    /// user's function. 0 if there is nothing of the kind. If the call has a key, the digest is combined with it by exclusive or: with the
+    /// key's low 32 bits and, if any of its high 32 bits is set, with a digest of those. So two keys below 2^32 are never taken for each other.
     pub detail: u32,
 }
 

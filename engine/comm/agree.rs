@@ -62,7 +62,7 @@ on_both! {
     /// It runs over the control connections, not over the data path, so it works on a communicator that is
     /// dead: aborted, timed out, or with lost ranks. It can be called any number of times. Every rank must call
     /// it equally often: its calls are numbered, separately from the collectives. A call votes at once,
-    /// polled or not, and a vote cannot be withdrawn.
+    /// whether or not the returned future is polled, and a vote cannot be withdrawn.
     ///
     /// **Every rank that gets a verdict gets the same one**, even a rank that dies after it. Any number of ranks
     /// may die at any moment of the agreement, and the others still get the verdict. A rank that was stopped for
@@ -93,8 +93,9 @@ on_both! {
     /// lost rank among its members, works on.
     ///
     /// # Errors
-    /// [`Error::NoVerdict`] at the deadline, naming the ranks that live and have not called; the agreement
-    /// stays open, and ranks that wait longer may still get a verdict. [`Error::PeerLost`] with this rank's
+    /// [`Error::NoVerdict`] at the deadline, naming the ranks that live and have not called or, if all have,
+    /// those that do not answer; the agreement stays open, and ranks that wait longer may still get a verdict.
+    /// [`Error::PeerLost`] with this rank's
     /// own number if the others have declared it lost; every later call then fails in the same way.
     /// [`Error::QueueFull`] when 64 agreements are open.
     pub fn agree(&self, flag: bool) -> Agree {

@@ -51,7 +51,8 @@ made_together! {
     /// device). Collective: all ranks call it, each with its device.
     ///
     /// If the devices cannot reach each other, all ranks are told why, and stay as they were: device buffers go through
-    /// the host's memory. In messages, and in collectives with a reduction function of yours, they always do so.
+    /// the host's memory. In messages, in collectives with a reduction function of yours, and in collectives of more than
+    /// 64 ranks, they always do so.
     ///
     /// The other ranks read memory of other libraries ([`DeviceBuf::from_foreign`], DLPack) in place, if it can be shared with their devices.
     /// Between processes this needs memory from `cudaMalloc` (the default of torch and cupy), in allocations of 2 MiB or more. Else the
@@ -60,9 +61,9 @@ made_together! {
     /// With `ALLSTREAM_NCCL=require` this is [`bind_nccl`](Self::bind_nccl).
     ///
     /// From then on every device buffer of a collective must be on this rank's device, and in one call all ranks must pass
-    /// device buffers, or all host buffers (else it is an [`Error::Mismatch`]). The call itself waits for nothing: its kernels
-    /// are put on the stream when all ranks have called. A communicator stays bound to its end; communicators that are made
-    /// from it begin unbound.
+    /// device buffers, or all host buffers (else it is an [`Error::Mismatch`]). To call a collective waits for nothing: its
+    /// kernels are put on the stream when all ranks have called. A communicator stays bound to its end; communicators that
+    /// are made from it begin unbound.
     ///
     /// [`DeviceBuf::from_foreign`]: crate::cuda::DeviceBuf::from_foreign
     ///
@@ -78,9 +79,9 @@ made_together! {
 
     /// Like [`bind_device`](Self::bind_device), but this rank's part of operations runs on the caller's stream.
     ///
-    /// Buffers in the order of that stream need no events between their stream and this one. But a stream cannot wait for work
-    /// that will be put on itself later: [`Work::join`](super::Work::join) of a buffer of that stream, or with that stream,
-    /// blocks until all ranks have called. To overlap computing and communicating, use two streams.
+    /// A buffer whose own stream is this one needs no events to be ordered with it. But a stream cannot wait for work that will be put
+    /// on itself later: [`Work::join`](super::Work::join) of a buffer of this stream, or with this stream, blocks until all
+    /// ranks have called. To overlap computing and communicating, use two streams.
     ///
     /// # Errors
     /// Those of [`bind_device`](Self::bind_device).
@@ -104,12 +105,12 @@ made_together! {
     /// All ranks must call the collectives on all communicators of one device in the same order: NCCL's operations are launched in that
     /// order. Messages may be called at any time.
     ///
-    /// The library is found when this is first called: the file that `ALLSTREAM_NCCL_LIBRARY` names, and no other; else `libnccl.so.2`, conda's
+    /// The library is looked for when it is first needed: the file that `ALLSTREAM_NCCL_LIBRARY` names, and no other; else `libnccl.so.2`, conda's
     /// in `CONDA_PREFIX`, or pip's (`nvidia-nccl-cu12`, `-cu13`) in the environments that `VIRTUAL_ENV` and `CONDA_PREFIX` name. In Python the
     /// interpreter's own packages come first. [`cuda::nccl`](crate::cuda::nccl) and `allstream info` tell which file it is. NCCL's own documentation
     /// says what it needs to find the other ranks (`NCCL_SOCKET_IFNAME` and others); allstream's token does not protect NCCL's
     /// connections. With `ALLSTREAM_NCCL=off` this call does what [`bind_device`](Self::bind_device) does, and with `ALLSTREAM_NCCL=require`
-    /// that one does what this one does; all ranks must set the same.
+    /// `bind_device` does what this call does; all ranks must set the same.
     ///
     /// # Errors
     /// Those of [`bind_device`](Self::bind_device); [`Error::Unavailable`] if no such library is found; [`Error::Library`] if it fails.
@@ -178,8 +179,8 @@ impl SharedComm {
         Ok(DevicePath::Nccl { library: library.name(), staged })
     }
 
-    /// Finds out how the devices of all ranks reach each other. `library`: the library that is to run operations; it needs a device for
-    /// each rank, unless it can share devices.
+    /// Finds out how the devices of all ranks reach each other. `library`: the library that is to run operations. Each rank must then have a
+    /// device of its own, unless the library lets ranks share one.
     async fn reach_devices(
         &self,
         stream: Result<DeviceStream, Error>,
@@ -227,7 +228,7 @@ impl SharedComm {
         if all.iter().any(Option::is_none) {
             offers.iter().flatten().for_each(Offer::is_told);
             let cards = self.step().all_to_all(cards).await?;
-            // If the driver refuses to open a peer's memory, the devices cannot reach each other: the processes are in two containers, say.
+            // If the driver refuses to open a peer's memory (the processes may be in two containers), the devices cannot reach each other.
             let opened = group.open(&device, keep.clone(), &rows, (&offers, &cards));
             match self.all_of(CALL, Ok(opened)).await? {
                 Ok(opened) => far = Some(Arc::new(opened)),

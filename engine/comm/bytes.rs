@@ -13,7 +13,7 @@ use crate::mem::{ErasedBufs, zeroes};
 use crate::plan;
 use crate::types::{DType, Kind, Rank, Tables, digest};
 
-/// What such an operation owns while it is in flight.
+/// What a collective on bytes owns while it is in flight.
 struct Bytes {
     /// The number of bytes of each rank, by rank; in a broadcast that of the root alone.
     lengths: Vec<u64>,
@@ -40,7 +40,8 @@ fn gathered(result: Outcome, held: Option<ErasedBufs>) -> Result<Vec<Vec<u8>>, F
     }
 }
 
-/// Makes the vector `len` bytes long, with unspecified contents. An error where there is no memory for so many, or their sum has overflowed (`None`).
+/// Makes the vector `len` bytes long, with unspecified contents. An error if there is no memory for so many bytes, or if `len` is `None`: the sum
+/// of the lengths has overflowed.
 fn make_room(call: Kind, buf: &mut Vec<u8>, len: Option<usize>) -> Result<(), Error> {
     let len = len.filter(|len| *len <= isize::MAX as usize);
     let doing = || format!("receive the bytes of {call}_bytes");

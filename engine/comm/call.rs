@@ -515,7 +515,7 @@ impl<'a> Call<'a> {
 /// The error if the queue has no room for `more` operations. Asked before the parts of a call are submitted, so that all of them are submitted
 /// or none. `None` for a communicator that has ended: it refuses each part with the cause of its end.
 pub(super) fn no_room(endpoint: &Endpoint, call: &str, more: usize) -> Option<Error> {
-    // Checked before the table is locked: another thread may have held the lock at the fork, and in the child nobody releases it.
+    // Checked before the table of operations is locked: another thread may have held its lock at the fork, and in the child nobody releases it.
     if forked::is_forked() {
         return Some(forked::refusal());
     }

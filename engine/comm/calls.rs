@@ -74,7 +74,8 @@ macro_rules! calls {
 }
 pub(super) use {calls, methods};
 
-/// A table of [`Call`]'s options. Each row becomes a method of both handles and of `Node`, which begins a call, and one of `NodeCall`, which sets the option.
+/// A table of [`Call`]'s options. Each row becomes a method of both handles and of `Node`, which begins a call with the option set, and a method
+/// of `NodeCall`, which sets the option.
 macro_rules! options {
     ($($(#[$doc:meta])* fn $name:ident [$($generics:tt)*] ($($arg:ident: $ty:ty),*);)*) => {
         methods! {

@@ -85,7 +85,7 @@ impl Prepared {
         }
         let turns = process_runtime()?;
         let region = Arc::new(Region::shared()?);
-        // The rank tells the others of its RDMA when it registers, so that is found out first.
+        // When the rank registers, it tells the others whether it can use RDMA, so that is found out first.
         rendezvous.rdma = rdma::look(rendezvous.rdma_need(), &region)?;
         let mut offers = Vec::new();
         for fd in region.fd().into_iter().chain([&**turns.0.doorbell()]) {
@@ -98,11 +98,11 @@ impl Prepared {
 pub(crate) struct Handle {
     pub(crate) endpoint: Arc<Endpoint>,
     pub(super) membership: Arc<Membership>,
-    /// How many groups were made from this one. All members count alike, so they give a new group the same name.
+    /// How many groups were made from this one. All members count alike, so they give a new group the same id and name.
     pub(super) children: Mutex<u64>,
     /// Held while something is made together with the other ranks, which takes several collectives.
     pub(super) making: tokio::sync::Mutex<()>,
-    /// The name of the communicator's rings. `None` for the world's own communicator: its rings last as long as the world.
+    /// The id of the communicator's rings. `None` for the world's own communicator: its rings last as long as the world.
     rings: Option<CommId>,
 }
 
@@ -246,7 +246,7 @@ impl Comm {
             mates.enter(rank, ours.0, ours.1);
         };
         let mesh = Mesh::join(rendezvous, offers, named, move |mesh| {
-            // No link is opened by this rank's own entry.
+            // This rank's own entry is a filler: no rank opens a link to itself.
             let links: Vec<_> =
                 mesh.peers().iter().map(|peer| peer.as_ref().map_or(&INPROC, |p| p.link)).collect();
             // Where no link goes over RDMA the port is closed again.

@@ -100,7 +100,7 @@ pub(crate) struct Topology {
     pub(crate) region: Arc<Region>,
     pub(crate) progress_thread: Arc<ProgressThread>,
     pub(crate) mates: Arc<ProcessRanks>,
-    /// By rank in the world: the kind of the links to that rank. No link is opened by our own entry.
+    /// By rank in the world: the kind of the links to that rank. Our own entry is a filler: no rank opens a link to itself.
     pub(crate) links: Vec<&'static LinkKind>,
     pub(crate) mesh: Weak<Mesh>,
     pub(crate) sockets: Arc<Sockets>,
@@ -176,7 +176,7 @@ impl Topology {
 
 /// The links of one communicator.
 pub(crate) struct CommLinks {
-    /// The communicator for which the rings were made. Later communicators that take its rings up again open links under its name, too.
+    /// The communicator for which the rings were made. Later communicators that take the rings up again open links under this id, too.
     pub(crate) comm: CommId,
     /// Our rank in the communicator.
     pub(crate) rank: Rank,
@@ -187,7 +187,7 @@ pub(crate) struct CommLinks {
     pub(crate) topology: Arc<Topology>,
 }
 
-/// Bytes of one member's rings: it has one for each channel and member.
+/// Bytes of one member's rings: the member has one ring for each channel and member.
 pub(crate) fn block_bytes(size: usize) -> usize {
     CHANNELS * size * RING_BYTES
 }

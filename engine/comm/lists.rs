@@ -60,8 +60,8 @@ impl Call<'_> {
 }
 
 collectives! {
-    /// [`all_reduce`](Self::all_reduce) of many buffers, which may be of several types, in one operation: all have one number
-    /// and one future. No buffer waits until those before it are done.
+    /// [`all_reduce`](Self::all_reduce) of many buffers, which may be of several types, in one operation: they count as one
+    /// call and share one future. No buffer waits until those before it are done.
     ///
     /// ```
     /// # use allstream::{Comm, bf16};

@@ -1,7 +1,7 @@
 //! Methods by which all ranks of a group make something together: groups, meshes, the way to devices.
 
-/// Methods of both handles that take several collectives: on `Comm` through `&mut self`, on `SharedComm` through `&self`, on which
-/// they are written. On one rank they run one after another, whichever tasks call them.
+/// Methods of both handles, each of which takes several collectives: on `Comm` through `&mut self`, on `SharedComm` through `&self`. The
+/// bodies are written for `SharedComm`. If several tasks of a rank call such methods on one communicator, they run one after another.
 macro_rules! made_together {
     ($(
         $(#[$doc:meta])*

@@ -18,7 +18,7 @@ use crate::exec::{self, Direction};
 use crate::mem::{Buf, ErasedBufs, Event, Parts, RawBuf, Where};
 use crate::types::{DType, KIND_P2P, NO_OP, Rank, Signature, WHOLE};
 
-/// A message that was looked at and found good, and is not submitted yet.
+/// A message that was checked, and is not submitted yet.
 struct Letter {
     message: exec::Message,
     after: Option<Event>,
@@ -41,7 +41,7 @@ impl Letter {
 /// A message, or why it cannot be carried out, with its buffer.
 type Prepared = Result<Letter, (Error, ErasedBufs)>;
 
-/// Makes one message of the two halves that this rank sends to itself: both are carried out, or neither is.
+/// Makes one message of two halves: a send of this rank to itself, and the receive of it. Both halves are carried out, or neither is.
 fn pair(send: Prepared, recv: Prepared) -> (Prepared, Prepared) {
     // Each pair gets a number that no other pair has, so a half is never matched with another call's half.
     static NUMBERS: AtomicU64 = AtomicU64::new(0);
@@ -64,7 +64,7 @@ fn pair(send: Prepared, recv: Prepared) -> (Prepared, Prepared) {
     (Ok(send.half_of(number)), Ok(recv.half_of(number)))
 }
 
-/// If one of two messages cannot be carried out, refuses the other for the same reason: whoever waits for both would wait for the deadline.
+/// If one of two messages cannot be carried out, refuses the other for the same reason: else whoever waits for both would wait until the deadline.
 fn both_or_none(send: Prepared, recv: Prepared) -> (Prepared, Prepared) {
     match (send, recv) {
         (Ok(send), Err((error, buf))) => (Err((error.clone(), send.held)), Err((error, buf))),

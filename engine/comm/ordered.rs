@@ -79,9 +79,10 @@ impl<O, F> Work<O, F> {
     ///
     /// Several ranks of one process that share a device share its hardware queues, and a stream that waits holds up all streams in its
     /// queue. So let all of these ranks call an operation before any of them joins it. If another rank has yet to call, and its stream
-    /// shares the queue, this call blocks until that rank has called. If only this thread would make that rank's call, or if it turns out
-    /// only at that call that its stream is held up, all ranks get an [`Error::Invalid`] that names this rule. Ranks that have a device, or a
-    /// process, of their own need not care, nor does anybody with `CUDA_DEVICE_MAX_CONNECTIONS=32` and fewer streams.
+    /// shares the queue, this call blocks until that rank has called. All ranks get an [`Error::Invalid`] that names this rule if the other
+    /// rank's call would have to come from the very thread that blocks here, or if only that call shows that its stream is held up by a
+    /// stream that waits already. Ranks that have a device, or a process, of their own need not care, nor does anybody with
+    /// `CUDA_DEVICE_MAX_CONNECTIONS=32` and fewer streams.
     ///
     /// # Errors
     /// Those that are known already: of an operation that was refused, or that this call has waited for.
@@ -117,7 +118,9 @@ struct OnDevice {
     /// `None` once the outcome was taken, or another `OnDevice` has the operation.
     key: Option<Key>,
     device: Arc<DeviceOp>,
+    /// The stream in whose order the value can be used: the one that was joined, or the one of the last job that was launched on the value.
     stream: DeviceStream,
+    /// Complete when `stream` has come to the point at which it was when the event was first asked for.
     ready: OnceLock<Event>,
 }
 
@@ -131,7 +134,8 @@ enum Content<O, F> {
     Value(O),
 }
 
-/// Puts a failed operation's buffers, which `Run::tear_down` did not have, into quarantine: until the leases are over, or for ever if there are none.
+/// Puts a failed operation's buffers into quarantine, which `Run::tear_down` could not do, as an [`Ordered`] had them: until the leases are over,
+/// or for ever if there are no leases.
 fn keep_apart(held: ErasedBufs, device: &DeviceOp) {
     match device.lost() {
         Some(Some(leases)) => keep_and_look(quarantine::What::OnDevice(held, None), leases),
@@ -169,7 +173,7 @@ fn join(
     // The rank's own stream cannot wait for work that is still to be put behind the wait: if it is one of those that are to wait, the
     // caller waits until all work is on the streams.
     let is_ours = device.is_on(stream);
-    // Whether the streams can wait without holding the operation up is asked less and less often: each answer takes some time on them.
+    // Whether the streams can wait without holding the operation up is asked less and less often, because each answer costs the streams some time.
     let (mut has_way, mut ask_at) = (false, HELP);
     let mut blocked = None;
     while !device.is_enqueued() {
@@ -220,7 +224,7 @@ impl OnDevice {
         Ok(Some((OnDevice { endpoint, key, device, stream, ready }, held)))
     }
 
-    /// Makes `stream` wait for what the operation's stream holds. `false`: it does not wait, so the host must.
+    /// Makes `stream` wait for what the value's stream (`self.stream`) holds. `false`: it does not wait, so the host must.
     fn is_awaited_by(&self, stream: &DeviceStream) -> bool {
         if self.stream == *stream {
             return true;
@@ -235,10 +239,10 @@ impl OnDevice {
         })
     }
 
-    /// Makes another stream wait for the operation's stream. If the wait could hold up, in a hardware queue, what the operation still
-    /// puts on streams, makes it wait for nothing and returns `false`.
+    /// Makes another stream wait for the value's stream. If that wait could hold up, in a hardware queue, what the operation still puts on
+    /// streams, leaves it out and returns `false`.
     fn put_wait_on(&self, stream: &DeviceStream) -> Result<bool, Error> {
-        // The operation's stream may itself wait for work that is on no stream yet; then `stream`, behind it, waits for that, too.
+        // The value's stream may itself wait for work of the operation that is on no stream yet; then `stream` waits for that work, too.
         let is_early = !self.device.is_enqueued();
         let spares = is_early && self.device.spares_inputs(stream, Duration::ZERO);
         let has_way = spares && self.device.make_way(stream);
@@ -290,7 +294,7 @@ impl OnDevice {
 }
 
 impl<O, F> Content<O, F> {
-    /// The value before the operation has ended, for use in the order of its stream.
+    /// The value before the operation has ended, for use in the order of a stream that waits for the operation.
     fn hand_on(content: Option<Self>, device: &DeviceOp) -> Result<O, Failed<F>> {
         match content {
             Some(Content::Held(held, restore)) => restore(device.hand_on().map_err(Box::new), Some(held)),
@@ -492,7 +496,8 @@ impl<O: Send + 'static, F: Send + 'static> Ordered<O, F> {
         }
     }
 
-    /// For an operation on aliases of the caller's buffers: these count as handed on. If no device runs it, waits for the operation.
+    /// For an operation on aliases of the caller's buffers: from here on the contents of the caller's buffers depend on how the operation ends.
+    /// If no device runs the operation, waits for it.
     pub(super) fn leave(self) -> Result<(), Error> {
         match &self.0 {
             State::Host(_) => self.wait().map(drop).map_err(|failed| failed.error),

@@ -17,9 +17,9 @@ use crate::types::Rank;
 pub(super) const ROW: usize = 2 + 16 + 16;
 /// The first byte: the rank can be bound.
 const OK: u8 = 1;
-/// The second byte has one bit for each note. This note: there are members in other processes than the rank's.
+/// The second byte has one bit for each of the notes that follow. There are members in other processes than the rank's.
 const FAR: u8 = 1;
-/// There are members with which the rank shares no memory, as on other hosts.
+/// There are members with which the rank shares no memory, such as those on other hosts.
 const REMOTE: u8 = 2;
 /// The rank's driver lacks what sharing device memory with other processes needs.
 const LACKS: u8 = 4;

@@ -1,4 +1,4 @@
-//! From what the table held back to what the user gets.
+//! Turns the buffers that the endpoint held for an operation back into what the user gets.
 
 use crate::error::{Error, Failed, Outcome};
 use crate::mem::{Buf, ErasedBufs, Parts};
@@ -28,7 +28,7 @@ pub(super) fn made<I: Buf<Elem: Element>>(
     }
 }
 
-/// The element of a buffer that has one.
+/// For a buffer of one element: gives the user that element.
 pub(super) fn one_value<T: Element>(result: Outcome, held: Option<ErasedBufs>) -> Result<T, Failed<T>> {
     let value = |buf: Vec<T>| buf.first().copied();
     match one::<Vec<T>>(result, held) {
@@ -37,7 +37,7 @@ pub(super) fn one_value<T: Element>(result: Outcome, held: Option<ErasedBufs>) -
     }
 }
 
-/// The same as an input, of which a vector was made.
+/// For a call on one element that makes a vector: gives the user the vector, or on failure the element.
 pub(super) fn made_of_value<T: Element>(
     result: Outcome,
     held: Option<ErasedBufs>,
@@ -46,7 +46,7 @@ pub(super) fn made_of_value<T: Element>(
     made::<Vec<T>>(result, held).map_err(|Failed { buf, error }| Failed { buf: buf.and_then(value), error })
 }
 
-/// What was given, as it was: nothing was done with it.
+/// For a call that was not submitted: gives back what the user gave.
 pub(super) fn given_back<O, F: Send + 'static>(
     result: Outcome,
     held: Option<ErasedBufs>,

@@ -57,8 +57,7 @@ impl Runtime for ProcessRuntime {
     }
 }
 
-/// The time between two checks of a condition that no event reports, such as whether an operation is over. A loop that drives nothing itself
-/// sleeps meanwhile.
+/// How long a loop sleeps between two checks of a condition that no event reports, such as whether an operation is over.
 pub(crate) const LOOK: Duration = Duration::from_micros(200);
 
 /// Ticks of a runtime's clock, for a loop that is awaited on any executor.

@@ -75,7 +75,7 @@ impl Comm {
         let (endpoint, world) = (self.0.endpoint.clone(), self.0.membership.world.clone());
         let by = self.rank();
         endpoint.fail(Error::aborted(by, "it called shrink, to go on without the lost ranks"));
-        // If this ends early, the drop of `meeting` tells the others that this rank does not come, so that they do not wait for it.
+        // If this call ends early, the drop of `meeting` tells the others, so that they do not wait for this rank.
         let mut meeting = Meeting::new(&world, &endpoint);
         let id = meeting.id;
         let end = world.runtime.now() + timeout;

@@ -7,7 +7,7 @@ use crate::error::Error;
 use crate::group::message::CommId;
 use crate::types::{Rank, mix};
 
-/// The key of the collectives by which ranks make something together. By it the ranks tell these from the user's calls on the same handle.
+/// The key of the collectives by which ranks make something together. It tells them from the user's calls on the same handle.
 const MAKING: u64 = 0x6d61_6b69_6e67_0001;
 
 /// The row of a rank that has no room for the rings of its new group.
@@ -136,7 +136,7 @@ impl SharedComm {
             let members = mates.iter().map(|r| parent.config.members[*r]).collect();
             world.propose(id, members).await.map(Some)
         };
-        // If this communicator is dead, no rank has heard of the proposal yet, and its drop takes it back.
+        // If this communicator is dead, the proposal is dropped here, which frees its rings at once: no rank has heard of them yet.
         self.check()?;
         let row = match &mut proposal {
             Ok(Some(proposal)) => proposal.row(),

@@ -119,7 +119,7 @@ impl Call<'_> {
                     output.depend_like(input);
                 }
             }
-            // If something cannot be had, the error waits until the operation begins: then it ends the communicator, and all ranks hear of it.
+            // If there is no memory, say, the error waits until the operation begins: then it ends the communicator, and all ranks hear of it.
             let workspace = match &whole {
                 None => binding.get_ready(&mut operation),
                 Some(bound) => {
@@ -166,14 +166,14 @@ impl Call<'_> {
     /// on a device at all.
     pub(super) fn message_path(&self, peer: Rank, buf: &RawBuf) -> Option<Result<Arc<MessagePath>, Error>> {
         let (endpoint, bound) = (self.side.0, bound_to(self.side.0)?);
-        // Shorter messages are sent eagerly, before their receive is posted. A library's messages would wait for it.
+        // Messages of up to `EAGER` bytes are sent before their receive is posted, but a library's would wait for the receive.
         let place = buf.device_memory().filter(|_| buf.bytes() > EAGER && peer != self.rank())?;
         let moves = bound.binding.is_some() && bound.whole.as_ref()?.whole.moves_messages();
         moves.then(|| bound.message_path(endpoint, &place.stream()))
     }
 
-    /// The event that such a message starts after: that its buffer's stream has come to the call. The host waits for it, as it waits for the
-    /// copies of a staged message.
+    /// The event that a message which a library moves starts after: the buffer's stream has done all that it holds at this call. The host waits for
+    /// that event, as it waits for the copies of a staged message.
     pub(super) fn launched_message(
         &self,
         direction: Direction,
@@ -305,7 +305,7 @@ fn stage(
     let (mut items, mut slots) = (Vec::new(), Vec::new());
     let mut add = |(part, slot): (usize, Slot), end: &RawBuf, fill: bool, back: bool| match &end.place.0 {
         Where::Host(at) => Err(*at),
-        // `hand_in_staged` has refused it.
+        // `hand_in_staged` has refused such memory before.
         Where::Unfit(_) => Err(std::ptr::null_mut()),
         Where::Device(memory) => {
             items.push(Item { place: memory.into(), bytes: end.bytes(), fill, back });

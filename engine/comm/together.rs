@@ -5,7 +5,8 @@ use std::task::Poll;
 
 use crate::error::{Error, Failed};
 
-/// Runs futures side by side until all are over, or one with a result that `is_last`; the results that there are, in order.
+/// Runs futures side by side until all are over, or until one gives a result for which `is_last` holds. Returns the results that
+/// there are by then, in the order of the futures.
 pub(crate) async fn until<T>(
     futures: impl IntoIterator<Item = impl Future<Output = T>>,
     is_last: impl Fn(&T) -> bool,
@@ -25,12 +26,12 @@ pub(crate) async fn until<T>(
     all.into_iter().filter_map(|(_, result)| result).collect()
 }
 
-/// Runs futures side by side; their results, in order.
+/// Runs futures side by side. Returns their results, in the order of the futures.
 pub(crate) async fn together<T>(futures: impl IntoIterator<Item = impl Future<Output = T>>) -> Vec<T> {
     until(futures, |_| false).await
 }
 
-/// Runs futures side by side, each to its end, as peers depend on all of them; what all have come to, or the first error.
+/// Runs futures side by side, each to its end, because peers depend on all of them. Returns all values, or the first error.
 pub(crate) async fn all_of<T, A: FromIterator<T>>(
     futures: impl IntoIterator<Item = impl Future<Output = Result<T, Error>>>,
 ) -> Result<A, Error> {

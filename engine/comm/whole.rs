@@ -118,7 +118,7 @@ impl Call<'_> {
         is_free && operation.then.is_none() && call.kind != Kind::Barrier && bound.whole.takes(&call)
     }
 
-    /// Has the library get what such an operation will need from the device's driver.
+    /// Has the library get from the device's driver what an operation that it takes whole will need.
     pub(super) fn get_ready_whole(
         &self,
         operation: &mut Operation,
@@ -158,7 +158,7 @@ impl Call<'_> {
         Ok(Carried { operation: meeting, carrier: Some(Arc::new(whole)) })
     }
 
-    /// The same for an operation on the host's memory, if the library takes it. Only a library for tests does.
+    /// Does [`made_whole`](Self::made_whole) for an operation on the host's memory, if the library takes it. Only a library for tests does.
     #[cfg(any(test, feature = "testing"))]
     #[cold]
     pub(super) fn taken_whole_on_host(&self, prepared: Result<Carried, Error>) -> Result<Carried, Error> {

@@ -27,7 +27,7 @@ pub(super) fn budget(polls: u32) -> (Duration, bool) {
 /// How an operation ended, and its buffers unless they are kept in quarantine.
 pub(super) type Ended = Finished;
 
-/// Turns an operation's outcome, and the buffers that the table held, into what the user gets.
+/// Turns an operation's outcome, and the buffers that the endpoint held for it, into what the user gets.
 pub(crate) type Restore<O, F> = fn(Outcome, Option<ErasedBufs>) -> Result<O, Failed<F>>;
 
 /// A submitted operation, without the types of its buffers, which [`Work`] adds. Dropping it lets the operation run on.
@@ -193,7 +193,7 @@ impl<O, F> Work<O, F> {
         self
     }
 
-    /// Turns what the table gave back into what the user gets. From here on there is nothing to wait for.
+    /// Turns the outcome and the buffers that the endpoint has given back into what the user gets. From here on there is nothing to wait for.
     pub(super) fn settle(&mut self, (result, held): Ended) -> Result<O, Failed<F>> {
         self.submitted.let_go();
         (self.restore)(result, held)
@@ -220,7 +220,7 @@ impl<O, F> Work<O, F> {
         }
     }
 
-    /// The error, if the call was refused, so that nothing was submitted. To wait for this `Work`, or to await it, gives this error and the buffers.
+    /// The error, if the call was refused and so nothing was submitted. Waiting for this `Work`, or awaiting it, gives the error and the buffers.
     pub fn refused(&self) -> Option<&Error> {
         match &self.submitted.0 {
             State::Refused(refusal) => {
@@ -236,13 +236,14 @@ impl<O, F> Work<O, F> {
         self.submitted.at().is_none_or(|(endpoint, key)| forked::is_forked() || endpoint.is_finished(key))
     }
 
-    /// Whether a device runs the operation, so that a stream can wait for it instead of the caller: see [`join`](Self::join). `false` once it is over.
+    /// Whether a device runs the operation, so that a stream can wait for it instead of the caller: see [`join`](Self::join). `false` once the
+    /// operation is over.
     pub fn runs_on_device(&self) -> bool {
         self.submitted.at().is_some_and(|(endpoint, key)| endpoint.submitted.carrier(key).is_some())
     }
 
-    /// Whether all work of an operation that devices run is on the streams of the ranks that touch its buffers. It is soon after all ranks have
-    /// called the operation. `true` also once the operation is over, and for one that no device runs.
+    /// Whether all work of an operation that devices run is on the streams of the ranks that touch its buffers. This becomes `true` soon after
+    /// all ranks have called the operation. `true` also once the operation is over, and for one that no device runs.
     pub fn is_enqueued(&self) -> bool {
         self.submitted.at().is_none_or(|(endpoint, key)| {
             endpoint

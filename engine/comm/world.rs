@@ -49,10 +49,11 @@ use crate::trace::file_of;
 use crate::trace::log::LOG;
 use crate::types::{Map, Rank, Signature};
 
-/// Results are written past the last-level caches if those of all ranks of a host take at least a quarter (1 / `STREAMED`) of the caches:
-/// they would be evicted before they are read. In place it takes twice as many bytes, as the caches hold no input besides. Measured on 2
-/// cores with 32 MB of cache (`allstream perf -N 2`; times relative to ordinary stores), out of place: 4 MB all_gather 0.72, broadcast 0.64,
-/// all_to_all 0.62, all_reduce 0.88; but 2 MB 2.1, 1.5, 1.9, 1.3. In place: 6 MB all_gather 0.85, broadcast 0.81; 4 MB 0.9 to 1.8.
+/// A rank writes its results past the last-level caches if the results of all ranks of its host together take at least a quarter
+/// (1 / `STREAMED`) of the caches: there they would be evicted before anybody reads them. In place the limit is twice as high, because no
+/// separate input takes room in the caches. Measured on 2 cores with 32 MB of cache (`allstream perf -N 2`; times relative to ordinary
+/// stores), out of place: 4 MB all_gather 0.72, broadcast 0.64, all_to_all 0.62, all_reduce 0.88; but 2 MB 2.1, 1.5, 1.9, 1.3. In place:
+/// 6 MB all_gather 0.85, broadcast 0.81; 4 MB 0.9 to 1.8.
 const STREAMED: usize = 4;
 
 /// How the ranks of a world send each other control messages.
@@ -76,8 +77,8 @@ impl Hub {
         self.worlds.lock().push(Arc::downgrade(world));
     }
 
-    /// Delivers a message in a task, as a mesh does: so never while the sender holds locks. In whatever order the tasks run, the messages
-    /// of one sender come in the order in which they were sent.
+    /// Delivers a message in a task of its own, so the receiver never handles it while the sender holds locks. In whatever order the tasks
+    /// run, a receiver gets the messages of one sender in the order in which they were sent.
     fn deliver(self: &Arc<Self>, runtime: &dyn Runtime, to: Rank, from: Rank, message: Message) {
         let Some(world) = self.worlds.lock().get(to).and_then(Weak::upgrade) else { return };
         self.sent.lock().entry((from, to)).or_default().push_back(message);
@@ -114,7 +115,7 @@ pub(crate) struct World {
 struct Hosts {
     /// The host of each rank.
     of_ranks: Vec<u32>,
-    /// By rank: whether it may run on a core on which this rank may run, too. Only asked for ranks of this host.
+    /// By rank: whether that rank may run on a core on which this rank may run, too. Used only for ranks that share memory with this one.
     beside: Vec<bool>,
 }
 
@@ -123,7 +124,7 @@ pub(crate) struct Common {
     pub(crate) defaults: Defaults,
     choices: Arc<Choices>,
     memory_lock: MemoryLock,
-    /// In tests: makes what opens a communicator's links in place of the rings.
+    /// In tests: makes the opener of a communicator's links that replaces [`CommLinks`].
     #[cfg(test)]
     pub(crate) opener: std::sync::OnceLock<MakeOpener>,
 }
@@ -144,12 +145,12 @@ pub(crate) enum LinksFrom {
     IdleRuns(IdleRuns),
 }
 
-/// Makes what opens the links of a communicator, from its id and this rank in it.
+/// Makes the opener of a communicator's links, from the communicator's id and this rank's number in it.
 #[cfg(test)]
 pub(crate) type MakeOpener = Box<dyn Fn(CommId, Rank) -> Arc<dyn Opener> + Send + Sync>;
 
 impl World {
-    /// To be called once this rank is entered among the ranks of its process ([`ProcessRanks::enter`]).
+    /// To be called after this rank has been entered among the ranks of its process ([`ProcessRanks::enter`]).
     #[allow(clippy::too_many_arguments)]
     pub(crate) fn new(
         (rank, id): (Rank, [u8; 16]),
@@ -169,7 +170,7 @@ impl World {
         let size = links.len();
         debug_assert!(met.as_ref().is_none_or(|mesh| mesh.size() == size));
         let of_ranks = met.as_ref().map_or(vec![0; size], |mesh| mesh.hosts().to_vec());
-        // Asked only once, and only about processes that share memory with this one.
+        // The system is asked only here, and only about processes that share memory with this one.
         let beside = |rank: Rank| match links[rank].lends {
             Lends::Regions => {
                 let peer = met.as_ref().and_then(|mesh| mesh.peers()[rank].as_ref());
@@ -354,7 +355,8 @@ impl World {
         self.tell_members(endpoint, &Message::Closing { comm: CommId(endpoint.config.comm), calls });
     }
 
-    /// Kills a communicator that has lost a member. Only the first `known` losses count, and the first of a member is the cause.
+    /// Kills a communicator that has lost a member. Of the world's losses, in the order heard, only the first `known` count. The cause is the
+    /// first of them that is the loss of a member.
     fn apply_losses(&self, endpoint: &Arc<Endpoint>, known: usize) {
         let first = self.losses.departed.lock().first_among(&endpoint.config.members, known);
         let Some((rank, how)) = first.filter(|_| endpoint.health.first_cause().is_none()) else { return };
@@ -492,7 +494,7 @@ impl Events for World {
     fn goodbye(&self, rank: Rank, cause: Option<Error>) {
         self.member_gone(rank);
         self.agree_goodbye(rank, &cause);
-        // First the groups of which the lost rank is a member fail. To all other groups, `rank` has left.
+        // If `rank` left because another rank was lost, the groups with the lost rank fail first. All other groups only learn that `rank` has left.
         if let Some(Error::PeerLost { rank: dead, how, .. }) = cause {
             self.lost(dead, how);
         }

@@ -74,7 +74,7 @@ pub(crate) struct StepState {
     pub(crate) pos: usize,
     /// The operand that was missing last. It is looked at first, so that not all operands are looked at for each that comes.
     pub(crate) missing: usize,
-    /// Where the run's `sent` and `freed` have the first of this step's receivers.
+    /// The index of this step's first receiver in the run's `sent` and `freed`.
     pub(crate) first: usize,
 }
 
@@ -94,7 +94,8 @@ pub(crate) struct Slice<'a> {
     pub(crate) dst: Option<*mut u8>,
     /// Whether all of that place may be written now.
     pub(crate) is_writable: bool,
-    /// Whether the result may be sent now: all receivers are at this message and have room, and it is long enough for a frame.
+    /// Whether the result may be sent now: on the link to each receiver this message is the next one and there is room, and the result is long enough
+    /// for a frame.
     pub(crate) is_ready: bool,
     /// The step copies a part of the operation's input to `dst`, and what it sends is read from the input.
     pub(crate) is_input: bool,

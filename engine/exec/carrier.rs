@@ -169,8 +169,8 @@ pub(crate) trait Carrier: Send + Sync {
         false
     }
 
-    /// Starts to copy the results back, where [`copies_back`](Carrier::copies_back) says so. The caller holds none of the engine's locks, and
-    /// may block.
+    /// Starts to copy back the results, where [`copies_back`](Carrier::copies_back) says so, except those that the carrier has copied back before.
+    /// The caller holds none of the engine's locks, and may block.
     fn copy_back(self: Arc<Self>, _: Started, ended: Ended) {
         ended(Ok(()));
     }
@@ -189,13 +189,14 @@ pub(crate) trait OnStream {
     /// Whether those streams have come to the operation's end.
     fn is_over(&self) -> Result<bool, Error>;
 
-    /// Has `then` called if the stream fails before the operation's end, or has come to that end though no word in memory says so.
+    /// Has the driver asked about the stream, and `then` called if the stream fails before the operation's end, or if it has come to that end but the
+    /// word in memory that should show this does not.
     fn tell(&self, then: Box<dyn FnOnce() + Send>);
 
     /// Whether this rank's own inputs are there. The time limit of an operation that is on a stream counts from then.
     fn has_inputs(&self) -> bool;
 
-    /// Whether the driver has taken the operation's first work. While a driver that blocks has not, the time limit counts, too.
+    /// Whether the driver has taken the operation's first work. As long as it has not, because it blocks, the time limit counts even without inputs.
     fn is_taken(&self) -> bool;
 
     /// Which ranks keep the stream from the operation's end although all have called. `us`: this rank.
@@ -207,8 +208,8 @@ pub(crate) trait OnStream {
     /// The operation has failed for this cause, and is given up. Returns whether somebody may still touch the buffers all the same.
     fn cannot_give_up(&self, cause: &Error) -> bool;
 
-    /// The operation has failed, and somebody may touch its buffers for longer than anybody waits: whoever holds them must keep them until all of these
-    /// are over; `None`: for good.
+    /// The operation has failed, and somebody may touch its buffers for longer than anybody waits: whoever holds the buffers must keep them until all
+    /// leases in `until` are over; `None`: for good.
     fn lose(&self, until: Option<Vec<Arc<Lease>>>);
 
     /// What makes streams wait for the operation's end while the operation still runs; `comm/ordered.rs` knows its type.

@@ -20,7 +20,7 @@ pub(super) fn grace(timeout: Duration) -> Duration {
 /// The clock of the deadlines. It notices when this process itself stood still, as no peer is to be blamed for that time.
 pub(crate) struct DeadlineClock {
     looked: Instant,
-    /// Since when this process has not stood still, as far as the clock was looked at.
+    /// When this process was last found to run again after it had stood still; at first, when this clock was made.
     awake: Instant,
     /// The last times in which the process stood still: from, to.
     still: VecDeque<(Instant, Instant)>,

@@ -140,7 +140,7 @@ impl Backend for Host {
                 Payload::Slot(slot, at)
             }
             None => {
-                // Without a slot only as much is sent as a ring's cell holds. So another communicator that has all slots stops nothing here.
+                // If no slot is free, only as much is sent as a ring's cell holds: so a communicator that has taken all slots does not stop this one.
                 m = m.min(Port::INLINE.checked_div(unit).unwrap_or(m));
                 Payload::Memory(from)
             }

@@ -8,7 +8,7 @@
 //! |---|---|
 //! | [`Host`](super::host::Host) | `HostLoans`: where it lies, or through staging slots |
 //! | `Cuda` (`device/carriers/backend.rs`) | `CudaLoans`: where it lies, to devices of this host; to those of other processes in large parts only |
-//! | [`Timed`](super::timed::Timed) | the same value: as the simulated network says |
+//! | [`Timed`](super::timed::Timed) | `Timed` itself: where it lies or through slots, as the simulated machine has it; no memory is touched |
 
 use super::backend::Context;
 use super::operation::Part;

@@ -15,7 +15,7 @@ use crate::link::ring::CELLS;
 use crate::link::{Break, Header, INLINE, LinkRx, LinkTx, Loan, Opener, Posted};
 use crate::types::Rank;
 
-/// The channel of operations that the ranks' devices run.
+/// The channel of operations that the ranks' devices run. (Collectives of the hosts have channel 0, messages channel 1.)
 pub(crate) const DEVICES: u8 = 2;
 
 /// What a frame was posted for, and how much of that is free once the frame is released.
@@ -28,11 +28,11 @@ pub(crate) struct FrameSource {
     pub(crate) receiver: u32,
     /// Whether the receiver is expected to copy the payload, and not to combine it with other operands.
     pub(crate) is_copied: bool,
-    /// What is sent is free up to here: an element of the step's chunk, or a byte of the message or of the lent chunk.
+    /// Up to here what is sent is free once the frame is released: an element of the step's chunk, or a byte of the message or of the lent chunk.
     pub(crate) end: usize,
 }
 
-/// A posted frame that was not released yet. When it is, its source and its slot come back.
+/// A posted frame that the peer has not released yet. When it does, the frame's source and slot come back.
 pub(crate) struct Lent {
     pub(crate) source: FrameSource,
     slot: Option<Slot>,
@@ -349,7 +349,8 @@ impl Port {
         self.peers.iter_mut().for_each(|p| p.rx = None);
     }
 
-    /// Every peer has stopped reading: all that was lent to them is free. What a device of this rank may still read is not.
+    /// Every peer has stopped reading: all that was lent to them is free, except slots that a network card of this rank may still touch. Those go to
+    /// the quarantine.
     pub(crate) fn take_all_back(&mut self) {
         for p in &mut self.peers {
             if p.lent.iter().any(|lent| lent.slot.is_some())

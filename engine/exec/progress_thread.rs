@@ -1,8 +1,9 @@
 //! The process's progress thread: one thread that drives every operation that nobody else drives.
 //!
 //! It passes over the endpoints with work, and sleeps in `epoll` when none can move. A peer's doorbell (a flag in the region, a unix socket), a
-//! descriptor that a link has named, a submission or a deadline wakes it. If a link has news that no descriptor tells of, the thread asks in each
-//! pass and sleeps for microseconds only. Without work of its own it waits for its eventfd alone, but not for long if it keeps memory to give back.
+//! descriptor that a link has named, a submission or a deadline wakes it. If a link may have news that no descriptor tells of, the thread asks the
+//! link in each pass and sleeps for microseconds only. Without work of its own it waits for its eventfd alone, and for no longer than
+//! [`quarantine::LOOK`] at a time if it keeps memory that it has to give back.
 
 use std::cell::OnceCell;
 use std::num::NonZeroU64;
@@ -40,7 +41,7 @@ pub(super) const ASK: Duration = Duration::from_micros(50);
 /// The system may make a sleep of the progress thread longer by so many nanoseconds.
 const SLACK_NS: u64 = 1000;
 
-/// How many rings of the doorbell are read after a sleep, at most.
+/// After a sleep, at most so many rings of peers are read from the doorbell's socket.
 const RINGS: usize = 16;
 
 const AWAKE: u32 = 0;
@@ -74,13 +75,13 @@ pub(crate) struct ProgressThread {
     /// Endpoints with nothing to do that keep much memory. Only the progress thread touches them.
     resting: Mutex<Vec<Weak<dyn Driven>>>,
     state: AtomicU32,
-    /// Wakes it from inside the process. No peer has this descriptor.
+    /// An eventfd by which this process wakes the thread. No peer has this descriptor.
     wake: OwnedFd,
-    /// From this socket the thread reads the rings of peers...
+    /// The socket from which the thread reads what peers have written to `doorbell`.
     rung: OwnedFd,
-    /// ...who write to this one, which they are given. Why not an eventfd: whether calls on that may block depends on a flag which all
-    /// processes that have the descriptor share, so any of them could make the others, and this thread, block. Of a socket each call
-    /// can say for itself that it must not block.
+    /// The other end of `rung`, which peers are given: they write to it to wake the thread. Why not an eventfd: whether calls on an eventfd may
+    /// block depends on a flag that all processes which have the descriptor share, so any of them could make the others, and this thread, block. On
+    /// a socket each call can say for itself that it must not block.
     doorbell: Arc<OwnedFd>,
     epoll: OwnedFd,
     sources: Sources,
@@ -372,7 +373,8 @@ impl ProgressThread {
         flags.iter().for_each(|r| r.doorbell_flag().store(0, Ordering::Relaxed));
         let mut count = [0; 8];
         let _ = rustix::io::read(&self.wake, &mut count);
-        // Peers ring where they have seen a flag. Only a few rings are read, so that a peer that never stops does not keep the thread here.
+        // Peers ring only where they have seen a flag set. At most `RINGS` of these rings are read, so that a peer that never stops ringing does not
+        // keep the thread here.
         let rings = if flags.is_empty() { 0 } else { RINGS };
         for _ in 0..rings {
             if recv(&self.rung, &mut count, RecvFlags::DONTWAIT).is_err() {

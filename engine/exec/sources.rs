@@ -1,5 +1,5 @@
-//! The descriptors on which the progress thread sleeps, but which it cannot read itself: each has a `Source` that reads it. Such a descriptor is a
-//! network card's, which tells that the card has failed.
+//! The descriptors on which the progress thread sleeps, but which it cannot read itself: each has a `Source` that reads it. They are descriptors of
+//! network cards, which report failures of a card, its ports and its queues.
 
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Weak;
@@ -29,8 +29,8 @@ impl Sources {
         source: Weak<dyn Source>,
     ) -> Result<(), Error> {
         let mut sources = self.0.lock();
-        // The place of a source that is gone is used again. Events of the old descriptor may still carry it, if another process holds that descriptor
-        // open: then the new source reads in vain.
+        // The index of a source that is gone is used again. Events of the old descriptor may still carry that index, if another process holds that
+        // descriptor open: then the new source reads in vain.
         let place = sources.iter().position(|source| source.strong_count() == 0).unwrap_or(sources.len());
         let data = epoll::EventData::new_u64(FIRST + place as u64);
         epoll::add(epoll, fd, data, epoll::EventFlags::IN | epoll::EventFlags::ET)

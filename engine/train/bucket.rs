@@ -338,7 +338,7 @@ impl<B: Buf> Bucket<B> {
             Ok(ordered) => ordered,
             Err(Failed { buf, error }) => return Err(Failed { buf: buf.map(place), error }),
         };
-        // Also if a later pack fails, those before it are kept here until it is known that their kernels are over.
+        // If a later pack fails, the earlier ones must still be kept until it is known that their kernels are over.
         let mut emptied: Vec<Emptied> = Vec::with_capacity(places.len());
         let mut packs = self.packs.iter().zip(places);
         let mut copied = packs.try_for_each(|(pack, packed)| {

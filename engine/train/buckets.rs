@@ -72,7 +72,7 @@ impl<B: Buf> Buckets<B> {
         Buckets::with(comm, layout, Options::default()).await
     }
 
-    /// The same with options.
+    /// As [`new`](Self::new), with these options.
     ///
     /// # Errors
     /// As [`new`](Self::new); options are compared, too.
@@ -362,7 +362,8 @@ impl<B: Buf> Buckets<B> {
         }
     }
 
-    /// Waits for all buckets, then for the messages of [`exchange`] at the end of a step; `unites`: also for [`UsedParams::unite`].
+    /// Waits for all buckets and, if rank 0's order is still to be learnt, for that. `unites`: also finds out which parameters have a gradient on
+    /// any rank ([`UsedParams::unite`]).
     async fn land(&mut self, unites: bool) -> Result<(), Failed<Back<B>>> {
         self.times.called.get_or_insert_with(Instant::now);
         match self.try_land(unites).await {

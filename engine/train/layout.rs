@@ -8,7 +8,7 @@ use crate::types::{DType, Element, Rank, ReduceOp};
 const MOST: usize = 25 << 20;
 /// The fewest bytes of such a bucket, and the default bytes of the first bucket.
 const FEWEST: usize = 1 << 20;
-/// How many buckets all gradients fill, if that gives a size between these two. No overlap can hide the last bucket.
+/// How many buckets all gradients fill, if that gives a size between `FEWEST` and `MOST`. No overlap can hide the last bucket, so it must be small.
 const PARTS: usize = 8;
 
 /// A parameter, as the layout of a model has it: the type and the number of the elements of its gradient, and whether that is on a device.

@@ -78,7 +78,7 @@
 //!
 //! # Gradients on devices
 //! [`Param::on_device`] declares that a parameter's gradient is on a device. Such gradients share no bucket with those on the host,
-//! and all of a rank's are on one device. When a bucket is launched, a kernel packs its small gradients, behind what their streams hold; after
+//! and a rank has them all on one device. When a bucket is launched, a kernel packs its small gradients, behind what their streams hold; after
 //! the reduction another kernel copies them back. `finish` returns when all buckets are reduced. The copies back may still be under way then, in
 //! the order of the gradients' streams.
 //!

@@ -91,7 +91,7 @@ impl<'a> NodeCall<'a> {
         Ok(call.after(event.clone()))
     }
 
-    /// An error for which no part may be submitted; otherwise the root's rank (0 in a call without a root).
+    /// Returns the root's rank (0 in a call without a root), or an error for which no part may be submitted.
     fn check(&self, name: &str, bufs: usize, (lists, root): Given<'_>) -> Result<Rank, Error> {
         let k = self.node.devices();
         let one_each = |found: usize, what: fmt::Arguments<'_>| {
@@ -110,7 +110,8 @@ impl<'a> NodeCall<'a> {
         Err(obstacle)
     }
 
-    /// Prepares each device's part by `part`, from its call, its number, the root and its buffers. Submits all parts if none is refused.
+    /// Prepares each device's part: `part` gets the device's call, the device's number, the root's rank and the device's buffers. Submits
+    /// all parts if none is refused.
     pub(in crate::comm) fn each<S: Several<Item: Send + 'static>, O>(
         &self,
         name: &'static str,

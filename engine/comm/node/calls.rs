@@ -1,9 +1,14 @@
 //! How the tables of the collectives become the calls of a node: each device's part is the call of the same name.
 
-/// A table of collectives. A row has, after documentation, name and type parameters: the buffers of a rank, and an argument that is the same
-/// on all ranks; `each`, an argument of each rank's own; `counts`, lists of each rank's own with a count for each rank; `root`; the types of what
-/// comes back on success and on failure; and what a [`Call`](crate::comm::Call) does. A row becomes a row of
-/// [`calls`](crate::comm::calls::calls), and a method of `NodeCall` and of `Node` that takes for each device what a rank takes.
+/// A table of collectives. A row has documentation, a name, type parameters, and then:
+/// - in parentheses the buffers of a rank, and behind `;` an argument that is the same on all ranks;
+/// - `each(..)`: an argument that each rank gives for itself;
+/// - `counts[..](..)`: lists that each rank gives for itself, each with a count for every rank;
+/// - `root(..)`: the root;
+/// - the types of what comes back on success and on failure, and what a [`Call`](crate::comm::Call) does.
+///
+/// A row becomes a row of [`calls`](crate::comm::calls::calls), and a method of `NodeCall` and of `Node` that takes for each device what the
+/// row's call takes for a rank.
 macro_rules! collectives {
     ($(
         $(#[$doc:meta])*

@@ -40,7 +40,7 @@ impl<T, const K: usize> Several for [T; K] {
         all.map(f)
     }
     fn all<A>(all: [Option<A>; K]) -> Option<[A; K]> {
-        // Collected in place, so that operations, once warm, allocate nothing.
+        // Collected on the stack: after the first few, a node's operations allocate nothing.
         all.into_iter().flatten().collect::<SmallVec<[A; K]>>().into_inner().ok()
     }
 }

@@ -1,4 +1,4 @@
-//! Agreements of a rank: what its communicators have called, heard and found out ([`Comm::agree`](crate::Comm::agree)).
+//! A rank's agreements ([`Comm::agree`](crate::Comm::agree)): what it has called, heard and decided on each of its communicators.
 
 mod board;
 #[cfg(test)]
@@ -251,7 +251,7 @@ impl World {
         fill(vec![given_up]);
     }
 
-    /// A step has come from a rank of the world.
+    /// A rank of the world has sent a step of an agreement.
     pub(super) fn agree_heard(&self, from: Rank, comm: CommId, lost: &[(Rank, Lost)], step: Step) {
         let answers = {
             let mut all = self.losses.agreements.lock();

@@ -48,9 +48,9 @@ impl Meetings {
     }
 }
 
-/// This rank's part in making a communicator of another one's survivors. If it is dropped before [`come`](Self::come) is called, it tells
-/// the other members that this rank does not come. If it is dropped later, and this rank has not [made](Self::has_made) the communicator, those
-/// who have made it hear that it is dead: they would wait for this rank until their deadlines.
+/// This rank's part in making a communicator of another one's survivors. If a meeting is dropped before [`come`](Self::come) is called, it
+/// tells the other members that this rank does not come. If it is dropped later, but before this rank has [made](Self::has_made) the new
+/// communicator, it tells them that the new communicator is dead: those that have made it would wait for this rank until their deadlines.
 pub(in crate::comm) struct Meeting {
     world: Arc<World>,
     pub(in crate::comm) id: CommId,
@@ -62,7 +62,7 @@ pub(in crate::comm) struct Meeting {
 /// What the other members have been told.
 enum Answered {
     Nothing,
-    /// That this rank comes, which is to have this number in the new communicator.
+    /// That this rank comes. The number is this rank's in the new communicator.
     Comes(Rank),
     /// The same, and this rank has made the communicator.
     Made,

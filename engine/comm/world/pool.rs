@@ -1,17 +1,18 @@
 //! Communicators that nobody holds, kept to be used again; and the memory of rings, kept until nobody touches it.
 //!
-//! Each communicator that is made anew has *rings*: a block of this rank's region, named after it. They serve that
-//! communicator and, one after the other, those that take them up again (its later generations). Their life on a rank:
+//! Each communicator that is made anew has *rings*: a block of this rank's region, known by the communicator's id. The rings
+//! serve that communicator and, one after the other, the later ones that take them up again (its later generations). On
+//! each rank they are, in this order:
 //!
 //! - **in use**: somebody holds a handle, or operations still run;
-//! - **idle**: all handles are gone, and all work has ended without a failure: the runs wait here to be taken up by a
-//!   `split` of the same members, if all of them agree ([`Proposal`]);
+//! - **idle**: all handles are gone, and all work has ended without a failure: the open links ([`IdleRuns`]) wait here to
+//!   be taken up by a `split` of the same members, if all of them agree ([`Proposal`]);
 //! - **retired**, for good: this rank reads the peers' rings no more, and has told all members so
-//!   ([`Message::Retired`]). A receiver writes into the *sender's* rings what it has released: so the block is given
-//!   back only when every member that reads it has retired as well.
+//!   ([`Message::Retired`]). A receiver writes into the *sender's* rings which frames it has released: so the block is
+//!   given back only when every member that reads it has retired as well.
 //!
-//! A member that died, fell silent or left without saying that it has retired never says so later: a process that is
-//! thought dead may still run and write. The blocks that wait for it stay taken until the world ends. No group made
+//! If a member dies, falls silent or leaves without saying that it has retired, nobody waits for it to say so. But a process
+//! that is thought dead may still run and write, so the blocks that it reads stay taken until the world ends. No group made
 //! afterwards has that member, so there are at most as many such blocks as there were groups at that moment.
 
 use std::num::NonZeroUsize;
@@ -33,7 +34,7 @@ use crate::types::{Map, Rank};
 
 /// Idle communicators that a world keeps, unless it is told otherwise.
 pub(crate) const CAPACITY: usize = 64;
-/// The names of so many ended communicators are kept, so that messages about them are known to be late.
+/// The ids of so many ended communicators are kept, so that messages about them are known to be late.
 const ENDED: NonZeroUsize = NonZeroUsize::MIN.saturating_add(1023);
 /// How long a rank whose region is full waits for other members to retire the communicators that have ended here.
 const MEMORY: Duration = Duration::from_secs(2);
@@ -89,7 +90,7 @@ struct Rings {
     confirmed: Vec<Rank>,
     /// This rank has retired.
     retired: bool,
-    /// Kept until all members have retired, as what these runs have lent is still to come back.
+    /// The links of retired rings, kept until all members have retired: peers may still have to give back what was lent to them.
     runs: Option<IdleRuns>,
 }
 
@@ -103,7 +104,7 @@ struct State {
     rings: Map<CommId, Rings>,
     /// How many blocks of rings that are not in `rings` any more are about to be given back.
     settling: usize,
-    /// By the name of its rings; the least recently used one ends first.
+    /// By the id of their rings; the least recently used one ends first.
     idle: LruCache<CommId, Idle>,
     /// Members that have retired rings which are not made here yet.
     heard: LruCache<CommId, Vec<Rank>>,
@@ -278,7 +279,7 @@ impl World {
         self.settle(id);
     }
 
-    /// A member has retired: it offers these rings no more, and no longer writes to ours.
+    /// A member has retired these rings: it will not take them up again, and no longer writes to this rank's block.
     pub(crate) fn peer_retired(&self, from: Rank, id: CommId) {
         let idle = {
             let mut state = self.pool.state.lock();
@@ -366,8 +367,8 @@ impl World {
         }
     }
 
-    /// What this rank brings to a new communicator of `members`, its name being `id`: rings, and the idle communicator
-    /// of these members that it could take up instead, if it has one.
+    /// What this rank brings to a new communicator `id` of `members`: rings, and the idle communicator of these members that
+    /// could be taken up instead, if this rank has one.
     ///
     /// # Errors
     /// [`Error::System`] when the region has no room for the rings.
@@ -376,7 +377,7 @@ impl World {
         let offer = {
             let mut state = self.pool.state.lock();
             let alike = state.idle.iter().filter(|(_, idle)| idle.likeness == likeness);
-            // Of several, each member offers the one with the lowest name, so all offer the same, in whatever order they dropped them.
+            // Of several, each member offers the one with the lowest id, so all offer the same, in whatever order they dropped them.
             let least = alike.map(|(id, _)| *id).min();
             least.and_then(|id| Some((id, state.idle.pop(&id)?)))
         };
@@ -403,7 +404,7 @@ impl World {
         let end = self.runtime.now() + MEMORY;
         let mut ticks = Ticks::new(&self.runtime, Duration::from_millis(1))?;
         while self.runtime.now() < end {
-            // Asked before the next try: whatever is no longer on its way back by now is free for that.
+            // Asked before the next try: memory that comes back in between is free for that try.
             let is_awaited = self.pool.state.lock().awaits_memory();
             if let Ok(block) = self.topology.region.alloc(bytes) {
                 return Ok(block);
@@ -435,8 +436,8 @@ pub(crate) struct Proposal {
 pub(crate) const ROW: usize = 5;
 
 impl Proposal {
-    /// What the other members must know: where this rank's new rings lie; and the name, generation, calls and balance of
-    /// messages of the idle communicator that it offers (all 0: it offers none).
+    /// What the other members must know: where this rank's new rings lie; and the id, generation, number of calls and balance
+    /// of messages of the idle communicator that it offers (all 0: it offers none).
     pub(crate) fn row(&mut self) -> [u64; ROW] {
         self.published = true;
         match &self.offer {
@@ -453,8 +454,8 @@ impl Proposal {
     }
 
     /// Makes the communicator, from the rows of all members in order: the next generation of the idle one, if all offer
-    /// the same one, with the same calls made and every message received; else one of new rings. All members have the
-    /// same rows, so they decide alike. Returns it, and the name of its rings.
+    /// the same one, with the same number of calls made and every message received; else one of new rings. All members have
+    /// the same rows, so they decide alike. Returns the communicator, and the id of its rings.
     pub(crate) fn accept(
         mut self,
         name: String,

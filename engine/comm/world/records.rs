@@ -17,7 +17,7 @@ use crate::trace::{ClockDifference, CommRecord, RankPlace, Recorder, Recording};
 /// The last so many dead communicators are written about, even if nobody holds them any more.
 const DEAD: usize = 256;
 
-/// What is written beside the recorders of living communicators, and where.
+/// Where a rank's flight recorders are written, and what is written with those of its living communicators.
 #[derive(Default)]
 pub(super) struct Records {
     /// Where the flight recorders are written.

@@ -38,7 +38,7 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// A world whose other ranks hear nothing.
+/// Rank 0's place in a world whose other ranks do not exist: what rank 0 sends goes nowhere.
 fn world() -> Arc<World> {
     let id = *b"losses and leave";
     let (mates, memory_lock, region) =

@@ -2,8 +2,8 @@
 //! kept to be used again, as a library takes long to make one.
 //!
 //! A communicator that ended in peace leaves its end here ([`Wholes::keep`]). When the same members bind a communicator to the same
-//! library again, in the same order and each to the device that it had, each says which end it has kept. If these belong together, they
-//! are used again ([`Comm::open_whole`](super::super::Comm)). Else each rank drops its own.
+//! library again, in the same order and each to the device that it had, each tells the others the number of the end that it has kept. If
+//! all have the same number, they use these ends again ([`SharedComm::open_whole`](super::super::SharedComm)). Else each rank drops its own.
 
 use lru::LruCache;
 use parking_lot::Mutex;

@@ -3,7 +3,7 @@
 use super::COMPARED;
 use crate::types::{Rank, Signature};
 
-/// Questions: who asks, about which operation, and what it called. At most [`COMPARED`] of each peer, the latest
+/// Questions: who asks, about which operation, and what it called. Of each peer at most [`COMPARED`] are kept, those about the latest
 /// operations: a peer that closes asks about so many at once.
 #[derive(Default)]
 pub(super) struct Asked(Vec<(Rank, u64, Signature)>);
@@ -20,7 +20,7 @@ impl Asked {
         self.0.push((peer, number, theirs));
     }
 
-    /// The operation is called here: takes out all questions about it, and gives one that disagrees.
+    /// This rank calls the operation now: takes out all questions about it. Returns a peer that has called something else, and what it called.
     pub(super) fn answer(&mut self, number: u64, ours: Signature) -> Option<(Rank, Signature)> {
         if self.0.is_empty() {
             return None;

@@ -4,8 +4,8 @@
 //! before the control connection tells of the death. The peer may have ended the communicator, in peace or for a cause that
 //! is on its way. Or the peer lives and waits, and the network is at fault. So the rank that notices asks its peer over the
 //! control connection ([`Message::Broke`](crate::group::message::Message::Broke)), and decides nothing itself. A dead peer
-//! does not answer: its death is told instead. A peer that has ended the communicator answers with the cause, if there is
-//! one. Only a peer that is still a member declares the link broken: it aborts the communicator, so all members hear of it.
+//! does not answer; then the control connection tells of its death. A peer that has ended the communicator answers with the cause,
+//! if there is one. Only a peer that is still a member declares the link broken: it aborts the communicator, so all members hear of it.
 
 use std::sync::Arc;
 

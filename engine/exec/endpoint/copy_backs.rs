@@ -1,9 +1,9 @@
 //! Operations of which the results are still to be copied back to a device.
 //!
-//! An operation on device memory that runs on the host works on copies. When all of its data has moved, its results are copied
-//! back, and only then is it finished. Starting the copy calls the device's driver, which may block: it is a command
-//! ([`Commands`](crate::commands::Commands)). The operation has as long for that as it had for its data, and as long again from the
-//! moment when the copy is on its stream.
+//! An operation on device memory that runs on the host works on copies. When all of its data has moved, its results (or the rest of them, as a
+//! long operation copies results back while its other data moves) are copied back, and only then is the operation finished. Starting that
+//! copy calls the device's driver, which may block, so a command does it ([`Commands`](crate::commands::Commands)). From when the data has moved
+//! until the copy is on its stream, the operation has its time limit once more; and once more from then until the copy has ended.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -16,7 +16,7 @@ use crate::exec::deadlines::DeadlineClock;
 use crate::exec::inflight::Key;
 use crate::types::{Map, Signature};
 
-/// Such an operation, and what copies its results back.
+/// An operation whose results are still to be copied back, and what does that.
 #[derive(Clone)]
 pub(super) struct CopyBack<C = Arc<dyn Carrier>> {
     pub(super) key: Key,
@@ -26,21 +26,22 @@ pub(super) struct CopyBack<C = Arc<dyn Carrier>> {
     pub(super) carrier: C,
 }
 
-/// Those of an endpoint. Its lock is taken after the table's, if both are.
+/// All such operations of an endpoint. A thread that takes both this lock and the table's takes this one second.
 pub(super) struct CopyBacks<C = Arc<dyn Carrier>> {
     state: Mutex<State<C>>,
-    /// How many there are in both states. Operations on host memory, which have nothing to copy back, look here alone.
+    /// How many operations `moving` and `running` hold together. If it is 0, whoever finishes an operation or checks the deadlines does not take the
+    /// lock: so operations on host memory, which have nothing to copy back, do not wait for it.
     known: AtomicUsize,
 }
 
 /// How far the copy of an operation is.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Stage {
-    /// Nothing of it has been put on a stream.
+    /// No thread has begun to put it on its stream.
     Due,
     /// A thread is putting it on its stream.
     Starting,
-    /// All of it is there, and the buffers' streams wait for it.
+    /// All of it is on its stream, and the buffers' streams wait for it.
     Started,
 }
 
@@ -48,12 +49,12 @@ enum Stage {
 struct Running<C> {
     operation: CopyBack<C>,
     stage: Stage,
-    /// Since when it is in this stage, or was due.
+    /// When the copy became due; of a copy that is started: when it was.
     since: Instant,
 }
 
 struct State<C> {
-    /// Their data still moves.
+    /// Operations whose data still moves, by the numbers of their keys.
     moving: Map<u64, CopyBack<C>>,
     running: Vec<Running<C>>,
 }
@@ -84,7 +85,7 @@ impl<C: Clone> CopyBacks<C> {
         self.change(|state| state.moving.insert(operation.key.number(), operation));
     }
 
-    /// All data of an operation has moved. Whether its results are to be copied back; otherwise it is finished.
+    /// All data of an operation has moved. Returns whether its results are to be copied back; if not, the operation is finished.
     pub(super) fn moved(&self, key: Key, now: impl FnOnce() -> Instant) -> bool {
         self.known.load(Ordering::Acquire) > 0
             && self.change(|state| {
@@ -138,7 +139,7 @@ impl<C: Clone> CopyBacks<C> {
         })
     }
 
-    /// Those that take longer than their operation may.
+    /// The operations whose copies back have taken longer than the time limit.
     pub(super) fn overdue(&self, now: Instant, clock: &DeadlineClock) -> Vec<CopyBack<C>> {
         if self.known.load(Ordering::Acquire) == 0 {
             return Vec::new();

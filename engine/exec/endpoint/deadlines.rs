@@ -11,9 +11,10 @@ use crate::error::{Error, Lost, Missing, MissingState, Operation};
 use crate::exec::p2p::{Direction, Overdue};
 use crate::types::Signature;
 
-/// When a collective has taken this long, or a quarter of its time limit, this rank asks its peers whether they called the same.
+/// When a collective has taken this long, or a quarter of its time limit if that is less, this rank asks its peers whether they called the same.
+/// When a message has been awaited for so long, this rank tells the rank that has to send it.
 const STALL: Duration = Duration::from_millis(100);
-/// How long after that it asks again.
+/// How long after that it asks again about the same collective.
 const STALL_AGAIN: Duration = Duration::from_millis(400);
 
 impl Run {
@@ -46,8 +47,8 @@ impl Run {
         on_stream.is_over().err()
     }
 
-    /// The error if the collective in work is overdue, or waits for a rank that has left. If it has only taken a while, peers are
-    /// asked what they have called.
+    /// The error if the collective in work is overdue, or waits for a rank that has left. If the collective is not overdue but has taken a while
+    /// ([`STALL`]), peers are asked what they have called.
     fn overdue_collective(&mut self, of: &Endpoint, now: Instant) -> Option<Error> {
         if self.active.carrier().is_some_and(|carrier| carrier.lacks_inputs()) {
             self.active.count_from(now);
@@ -130,7 +131,7 @@ impl Run {
     ) -> Error {
         let us = of.config.rank;
         let waiting = self.waiting_for();
-        // Named only if all ranks have called the operation.
+        // What holds the operation up on this rank is named only if all ranks have called the operation.
         let held_up = self.active.carrier().and_then(|carrier| carrier.held_up());
         let unready = self.active.carrier().map(|carrier| carrier.unready()).unwrap_or_default();
         let mut missing = of.peers.missing(number, us, &waiting, now);

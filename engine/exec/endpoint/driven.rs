@@ -43,8 +43,8 @@ impl Driven for Endpoint {
     }
 
     fn rest(&self) -> bool {
-        // If all communicators of the rank together keep no more than `KEPT`, this one does not either. The progress thread asks after
-        // each operation, and this check mostly saves it from taking the lock that callers need to drive.
+        // If all communicators of the rank together keep no more than `KEPT`, this one does not either. The progress thread asks whenever the
+        // endpoint has nothing left to do, and this check mostly saves it from taking the lock that callers need to drive.
         if self.config.region.scratch() <= KEPT {
             return false;
         }

@@ -28,7 +28,7 @@ struct Peer {
     has_left: bool,
     /// It closes the communicator, on which it has called so many collectives.
     closes_after: Option<u64>,
-    /// The last messages for which it said that it waits, to come from this rank: their numbers, and what they are to be.
+    /// The last messages from this rank for which it said that it waits: their numbers and signatures.
     awaits: VecDeque<(u64, Signature)>,
 }
 

@@ -90,7 +90,7 @@ impl IdleRuns {
         self.commands.0.hand_over();
     }
 
-    /// Takes all that was lent back, as every peer has stopped reading.
+    /// Takes back all that was lent, as every peer has stopped reading.
     pub(crate) fn take_all_back(&mut self) {
         self.run.ports().for_each(Port::take_all_back);
         self.run.messages.port().take_all_back();

@@ -35,7 +35,7 @@ pub(super) struct Run {
     pub(super) clock: DeadlineClock,
     /// How many passes have moved nothing, modulo 2^32.
     pub(super) blocked: u32,
-    /// A pass has failed. No more passes are made: its work may be half done until the communicator is marked dead.
+    /// A pass has failed, and may have left work half done: so no more passes are made. Once the communicator is marked dead, it is torn down.
     pub(super) failed: bool,
     pub(super) teardown: Teardown,
 }
@@ -93,7 +93,7 @@ impl Run {
         self.active.take()
     }
 
-    /// Takes back what peers have released, of what collectives lent.
+    /// Takes back what collectives have lent to peers and peers have released.
     pub(super) fn reap(&mut self) {
         // If a link has failed, the next pass returns that error.
         let _ = self.port.reap(|lent| self.active.freed(&lent));

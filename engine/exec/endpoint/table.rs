@@ -39,7 +39,7 @@ impl Submitted {
     }
 
     /// Whether anything is queued. A relaxed load is enough: the thread that queues an operation then drives the endpoint itself, and if
-    /// work is left it enlists the endpoint with the progress thread, to which this makes the store visible.
+    /// work is left it leaves the endpoint to the progress thread (`arm`), with a fence that makes the store visible to that thread.
     pub(super) fn any_queued(&self) -> bool {
         self.any_queued.load(Ordering::Relaxed)
     }

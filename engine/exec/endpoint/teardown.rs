@@ -1,4 +1,5 @@
-//! How a dead communicator ends: lent memory is taken back (there is no time limit for ranks of this process), and then all its operations fail.
+//! How a dead communicator ends: first it takes back what it has lent, for which it waits without a time limit where ranks of this process use that
+//! memory; then all its operations fail.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -130,7 +131,7 @@ impl Run {
         }
         let since = match self.teardown {
             Teardown::Revoked(at) => of.config.now() - at,
-            // What is failed now was submitted after all else had failed, and nothing of it was lent: so there is no wait.
+            // The operations that fail now were submitted after all others had failed, and have lent nothing: so nothing is waited for.
             Teardown::NotBegun | Teardown::Failed(_) => ABORT,
         };
         let elsewhere = self.active.carrier().is_some_and(|carrier| carrier.is_elsewhere());
@@ -163,8 +164,8 @@ impl Run {
         queued.filter_map(|carrier| carrier.on_stream()).for_each(|op| op.give_up(cause));
     }
 
-    /// All operations have ended: slots that peers may still touch come back when those have released them or hung up, or when
-    /// their process has exited. After [`HANG_UP`] nobody waits: the quarantine gets those that have a lease.
+    /// All operations have ended. A slot that a peer may still touch comes back when the peer has released it or hung up, or when the
+    /// peer's process has exited. After [`HANG_UP`] nobody waits for slots any longer: those on links that have a lease go to the quarantine.
     fn end_slots(&mut self, since_failed: Duration) -> Progress {
         if self.reclaim() {
             return Progress::Idle;
@@ -256,7 +257,8 @@ impl Run {
         failed
     }
 
-    /// Ends what ran the collective. Links that still write may write to memory of the run's own: that is then kept until their leases are over.
+    /// Ends what ran the collective. Links that still write may write to memory of the run's own: that is then kept until the leases of these links
+    /// (`written`) are over; `None`: for good.
     fn clear(&mut self, of: &Endpoint, written: Option<Vec<Arc<Lease>>>) {
         if written.as_ref().is_some_and(Vec::is_empty) {
             self.take_active();

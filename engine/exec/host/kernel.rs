@@ -55,7 +55,7 @@ impl Host {
         if !slice.is_ready {
             payload = None;
         }
-        // Of slices only copies bypass the caches, and only if nobody, peers included, reads the destination soon. Slices that are reduced
+        // Only slices that are copied bypass the caches, and only if nobody, peers included, reads the destination soon. Slices that are reduced
         // gained nothing by that when it was measured: their time goes into waiting for what they read.
         let is_final = slice.dst.is_some() && slice.c.program().nodes[slice.i].is_final;
         let stays = slice.step.send.is_empty() || in_slot || slice.is_input;

@@ -4,7 +4,7 @@ use std::cell::UnsafeCell;
 
 use crate::link::SLOT;
 
-/// 64-byte aligned words. They are written through pointers that come from a shared reference to this memory, and so are cells.
+/// 64-byte aligned words. They are in a cell, as they are written through pointers that come from a shared reference to this memory.
 #[repr(C, align(64))]
 struct Line(UnsafeCell<[u64; 8]>);
 

@@ -84,7 +84,7 @@ pub(crate) struct Message {
 unsafe impl Send for Message {}
 
 impl Message {
-    /// What is wrong with the values that were received, if anything: not every byte is a `bool`. Those that are none are `false` from here on.
+    /// What is wrong with the values that were received, if anything: some byte of a message of `bool`s is no `bool`. Such bytes become `false`.
     pub(crate) fn wrong_value(&self) -> Option<String> {
         let is_elsewhere = self.direction == Direction::Send || self.whole.is_some();
         if is_elsewhere || self.signature.dtype != DType::Bool as u8 {
@@ -155,7 +155,7 @@ pub(super) struct Answer {
     pub(super) kind: Type,
     pub(super) tag: u32,
     pub(super) number: u64,
-    /// The time at which it is to be launched, if a library moves it; else 0.
+    /// The launch time ([`Turn::time`]) of the message, if a library moves it; else 0.
     pub(super) time: u64,
 }
 
@@ -167,7 +167,7 @@ pub(crate) enum Overdue {
     LacksMemory,
     /// It is overdue, and waits for its peer.
     Unmatched,
-    /// It is overdue, and this keeps it on this rank.
+    /// It is overdue, and this is what holds it up on this rank.
     HeldUp(MissingState),
 }
 

@@ -24,8 +24,8 @@ struct Batch {
     _counted: Counted,
 }
 
-/// As long as this exists, the stream may count as one that is about to wait. If a batch is given up before it is on the stream, the drop of this
-/// ends that.
+/// Belongs to a batch. From when the library gets the batch until all of it is on the stream, the stream counts as one that is about to wait. If the
+/// batch is given up before, the drop of this value sees to it that the stream does not count so for ever.
 struct Counted(Arc<MessagePath>, Arc<Mutex<Standing>>);
 
 impl Drop for Counted {
@@ -33,8 +33,8 @@ impl Drop for Counted {
         if self.1.lock().is_on_stream {
             return;
         }
-        // By a command, so that it comes behind one that is giving the batch to the library now. It does not keep the path, which keeps the commands: a
-        // communicator that is over may run none any more.
+        // A command does this, so that it comes behind a command that may be giving the batch to the library now. If the communicator is over, this
+        // command may never be carried out. So it does not hold the path, which holds the commands: they would keep each other alive.
         let (path, state) = (Arc::downgrade(&self.0), self.1.clone());
         self.0.commands.put_always(move || {
             if std::mem::take(&mut state.lock().will_wait)
@@ -145,7 +145,8 @@ impl Messages {
         peer.answers.push_back(Answer { kind: Type::Clear, tag, number, time });
     }
 
-    /// The receiver has cleared send `i` to `rank` with this time: agrees on the later of both, and queues it as the answer.
+    /// The receiver has cleared send `i` to `rank`, and named `time`: agrees on the later of `time` and a time of this rank, and queues that as the
+    /// answer.
     pub(super) fn cleared(&mut self, rank: Rank, i: usize, time: u64) {
         let message = &self.peers[rank].sends[i].message;
         let (tag, number) = (message.tag, message.number);

@@ -8,7 +8,7 @@
 //!
 //! If all ranks know that all can lend, they lend ([`Agreement::Known`]). Otherwise each rank's *first frame* to a peer tells whether the
 //! rank lends: it is a loan, or the first message of the plan's steps. `plan/src/check/agreement.rs` says what ranks then do, and proves
-//! that all decide alike. If [`LoanRun::pass`] says so, the caller runs the part by its steps.
+//! that all decide alike. If [`LoanRun::pass`] returns `None`, the caller runs the part by its steps.
 //!
 //! Nothing here knows the kind of memory: only the implementations of [`Lends`] do.
 
@@ -56,7 +56,7 @@ struct Peer {
     /// The staging slots that are lent in turn, if the peer cannot reach our memory; `depth`: how many there are.
     slots: [Option<LentSlot>; DEPTH],
     depth: u32,
-    /// What the peer lends us now of our chunk. `end`: the element of the chunk where this loan ends, or the last one if it was given back.
+    /// What the peer lends us now of our chunk. `end`: the element of the chunk where this loan ends; if there is none now, where the last one ended.
     loan: Option<Loan>,
     end: usize,
 }
@@ -226,7 +226,7 @@ impl<L: Lends> LoanRun<L> {
         let mut complete = self.stage == Stage::Folded;
         for peer in others(t.c.program()) {
             let &Peer { loans, back, .. } = &self.peers[peer];
-            // When a peer hangs up, all loans to it count as given back, though it may not have written its results: so this is no end.
+            // When a peer hangs up, all loans to it count as given back, though it may not have written its results: so the part is not complete.
             complete = complete && back == loans && !port.tx(peer)?.has_hung_up();
         }
         Ok(Some(Passed { moved, complete, touched }))
@@ -395,7 +395,8 @@ impl<L: Lends> LoanRun<L> {
         Ok(())
     }
 
-    /// Checks that peers have not taken their loans back, and takes the next loan of each peer that has none here. Returns whether all are here.
+    /// Checks that peers have not taken their loans back, and takes the next loan of each peer whose last one was given back. Returns whether this
+    /// rank has a loan of every peer that it borrows from.
     fn borrow_all(
         &mut self,
         t: Turn<'_, impl LinkUse>,

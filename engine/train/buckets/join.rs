@@ -48,13 +48,15 @@ impl<B: Buf> Buckets<B> {
     ///   push their gradients before any joins (a [`barrier`](crate::SharedComm::barrier) in between does that), for the reason that
     ///   [`Work::join`](crate::Work::join) gives.
     ///
-    /// This call waits for the oldest joined step while all that are not over have, with this one, more than 256 buckets; for the first
-    /// buckets of a step of more than 512; and in the second step for the order of the first.
+    /// This call waits in three cases: while this step and the joined steps that are not over have more than 256 buckets together, for the
+    /// oldest joined step; if this step has more than 512 buckets, for the first ones; and in the second step, if the first was joined, for
+    /// rank 0's order of the first.
     ///
     /// # Errors
-    /// [`Error::Invalid`], without the gradients: some are missing, or they are on a device and `stream` is of another one; the step then goes
-    /// on. Else those of `finish` that are known already. An error that becomes known later is that of the result, with all gradients that can be had:
-    /// jobs on a host stream then do not run; on a device's stream they have run already, and the contents of the gradients are unspecified.
+    /// [`Error::Invalid`], without the gradients: some are missing, they are on a device and `stream` is of another one, or there is no memory
+    /// for the next step's packed buffers; the step then goes on. Else those of `finish` that are known already. If an error becomes known later,
+    /// the result fails with it and with all gradients that can be had: jobs on a host stream then do not run; on a device's stream they have
+    /// run already, and the contents of the gradients are unspecified.
     pub fn join(&mut self, stream: &impl Stream) -> Joined<B> {
         self.push_accumulated();
         if let Some(problem) = self.grads.missing() {
@@ -81,7 +83,7 @@ impl<B: Buf> Buckets<B> {
         })
     }
 
-    /// Makes the packed buffers of the next step, which a host stream needs, as its jobs copy this step's later.
+    /// Makes packed buffers for the next step if `stream` is the host's: its job keeps this step's packed buffers until it copies them back.
     pub(super) fn make_spare_for(&mut self, stream: &impl Stream) -> Result<(), Error> {
         match stream.either() {
             Either::Host(_) => self.set.make_spare(&self.comm),

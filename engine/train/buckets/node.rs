@@ -71,7 +71,9 @@ impl<B: Buf> NodeBuckets<B> {
     ///
     /// # Errors
     /// [`Error::Invalid`] if there is not one stream for each device, if the gradients of one of the node's devices are on another CUDA device
-    /// than its stream, or if a device has no gradient of some parameters (it names device and parameters); the step then goes on. Else the errors of `Buckets::join` that are known already, with all gradients that can be had.
+    /// than its stream, if a device has no gradient of some parameters (the error names device and parameters), or if there is no memory for
+    /// the next step's packed buffers; the step then goes on. Else the errors of `Buckets::join` that are known already, with all gradients
+    /// that can be had.
     pub fn join(&mut self, streams: &[impl Stream]) -> JoinedNode<B> {
         let (found, devices) = (streams.len(), self.0.len());
         if found != devices {

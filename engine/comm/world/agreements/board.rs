@@ -7,8 +7,8 @@ use crate::error::{Lost, Missing, MissingState};
 use crate::group::message::{Outcome, Step};
 use crate::types::Rank;
 
-/// A member may have this many agreements open, counted from its oldest undecided one. So nobody asks about one that was
-/// decided longer ago, and this many verdicts are remembered.
+/// A member may call this many agreements from its oldest undecided one on. No verdict is made before all living members have called, so
+/// a member that still lacks one lacks one of the last `WINDOW` verdicts: this many are remembered.
 pub(super) const WINDOW: u64 = 64;
 
 /// What a member is to do.
@@ -49,7 +49,7 @@ struct Round {
     mine: Option<bool>,
     /// The others' last votes.
     votes: BTreeMap<Rank, Vote>,
-    /// The outcome that this member has accepted last, and who proposed it: itself, once it has made a proposal.
+    /// The outcome that this member has accepted last, and the member that proposed it: this one itself, once it has made a proposal.
     accepted: Option<(Rank, Outcome)>,
     /// Who has accepted what this member proposed.
     accepts: BTreeSet<Rank>,
@@ -94,7 +94,7 @@ impl Board {
 
     /// A message has come.
     pub(super) fn hear(&mut self, from: Rank, lost: &[(Rank, Lost)], step: Step, out: &mut Vec<Out>) {
-        // A lost member was told of its loss when this one learned of it, if it can still hear.
+        // A lost member gets no answer: when this member learned of the loss, it told the lost one, which may still live.
         let counts = from < self.size && from != self.me && !self.lost.contains_key(&from);
         if self.expelled.is_some() || !counts {
             return;
@@ -136,7 +136,7 @@ impl Board {
         }
     }
 
-    /// Members are lost: this member has found it, or another one says it.
+    /// Members are lost: this member has found that out, or another member says so.
     pub(super) fn lose(&mut self, lost: &[(Rank, Lost)], out: &mut Vec<Out>) {
         if self.expelled.is_some() {
             return;
@@ -153,7 +153,8 @@ impl Board {
             }
             self.lost.insert(rank, how);
             new.push(rank);
-            // Each member gets a goodbye itself. Of any other loss this member alone may know, from the end of its own connection.
+            // A member that leaves says goodbye to all members, so they need not be told. Any other loss only this member may know of, from the
+            // end of its own connection.
             told |= how != Lost::Left;
         }
         if new.is_empty() {

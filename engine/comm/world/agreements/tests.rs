@@ -1,4 +1,4 @@
-//! Runs the protocol with messages, losses and calls in every order: in all orders for three members, in random ones for more.
+//! Runs the protocol with messages, losses and calls in many orders: in all orders for three members, in random ones for two to six.
 
 use std::collections::hash_map::DefaultHasher;
 use std::collections::{BTreeMap, HashSet, VecDeque};
@@ -36,7 +36,7 @@ enum Event {
     Call(Rank),
     /// From the first to the second: the packet at this place of their connection arrives.
     Deliver(Rank, Rank, usize),
-    /// Its process is killed: what it sent last may or may not be on the way.
+    /// The member's process is killed: what it sent last may still arrive, or not.
     Crash(Rank),
     /// The second hears that the first died: nothing more of it will come.
     End(Rank, Rank),
@@ -228,7 +228,7 @@ impl Net {
         assert_eq!(again, None, "one verdict");
     }
 
-    /// No more event must happen: each member that lives and was not expelled has all its verdicts.
+    /// Called when no event is left that must happen: checks that each member that lives and was not expelled has all its verdicts.
     fn settled(&self) {
         for rank in (0..self.n()).filter(|r| self.alive(*r) && !self.expelled[*r]) {
             let got = self.verdicts[rank].len();
@@ -294,7 +294,7 @@ fn three_members_agree_whoever_dies_whenever() {
     }
 }
 
-/// Only with four members can one wait for a new coordinator while that one hears the verdict from a third.
+/// It takes four members for one to wait for a new coordinator while that coordinator hears the verdict from a third.
 #[test]
 fn four_members_agree_where_the_coordinator_dies_while_it_tells_them() {
     let mut net = Net::new(vec![vec![true]; 4], Budget { crashes: 1, ..NONE }, true);
@@ -443,7 +443,7 @@ fn a_window_of_agreements_is_open_and_as_many_are_remembered() {
         let said = say(&mut out);
         assert!(matches!(said[..], [(0, Step::Decide { number: n, .. })] if n == number), "{said:?}");
     }
-    // What nobody can have reached is not kept.
+    // An agreement that nobody can have reached yet is not kept.
     other.hear(0, &[], vote(u64::MAX, 0), &mut out);
     other.hear(0, &[], vote(3 * WINDOW, 0), &mut out);
     assert!(say(&mut out).is_empty());

@@ -59,7 +59,8 @@ impl<B: Backend> PlanRun<B> {
         port.rx(from)?.peek(useful)
     }
 
-    /// Adds the ranks whose frames, or whose room, the part waits for.
+    /// Adds to `ranks` those whose frames the part waits for, those that have yet to release what it sent, and those to which it cannot send for
+    /// want of room.
     pub(in crate::exec) fn waiting_for(&self, program: &Program, port: &mut Port, ranks: &mut Vec<Rank>) {
         for (i, step) in program.plan.steps.iter().enumerate() {
             if self.is_done(program, i) {

@@ -91,8 +91,8 @@ impl<B: Backend> PlanRun<B> {
         if m == 0 {
             return Ok(false);
         }
-        // Always if there is room at `dst`: an earlier call may have left that room to the link, which then has to go on
-        // there (`LinkRx::receive_into`).
+        // Whenever there is room at `dst`: an earlier call of `LinkRx::receive_into` may have left that room to the link, and then
+        // the frame must be used by nothing but another such call that goes on there.
         if writable > 0 && self.receives_itself(t, i, port)? {
             return self.receive(t, i, writable, port);
         }
@@ -181,7 +181,7 @@ impl<B: Backend> PlanRun<B> {
         Ok(!t.c.divides(step) && port.rx(*from)?.is_byte_stream() && self.steps[i].unit > 0)
     }
 
-    /// Receives what has come of such a payload. Returns whether anything moved.
+    /// Has the link bring what has come of a payload for which `receives_itself` is true. Returns whether anything moved.
     fn receive(
         &mut self,
         t: Turn<'_, impl LinkUse>,
@@ -235,7 +235,7 @@ impl<B: Backend> PlanRun<B> {
             && t.may_send(peer)
     }
 
-    /// Whether a result can go to all receivers at once: each is at this message, and has room.
+    /// Whether a result can go to all receivers at once: on the link to each, this message is the next one, and there is room.
     fn receivers_ready(&self, t: Turn<'_, impl LinkUse>, i: usize, port: &mut Port) -> Result<bool, Error> {
         let (state, step) = (&self.steps[i], &t.c.program().plan.steps[i]);
         for (k, &peer) in step.send.iter().enumerate() {
@@ -249,7 +249,7 @@ impl<B: Backend> PlanRun<B> {
         Ok(!step.send.is_empty())
     }
 
-    /// Sends one slice that is stored (or our own input) and not sent yet. Returns whether anything moved.
+    /// Sends, in one frame, elements that are stored (or are our own input) and were not sent yet. Returns whether anything moved.
     pub(super) fn push(
         &mut self,
         t: Turn<'_, impl LinkUse>,
@@ -343,7 +343,8 @@ impl<B: Backend> PlanRun<B> {
         };
         let end = at + m;
         let (operation, step, receiver) = (t.c.op.number, i as u32, t.receiver(k));
-        // What combines no values is copied, and so is a final result, except in a scan, where the next rank adds to it.
+        // Receivers only copy the payload if the collective combines no values, or if the payload is a final result; but in a scan the next
+        // rank adds to a final result.
         let is_copied = header.len as usize > Port::INLINE
             && t.c.op.signature.collective().is_some_and(|kind| match kind {
                 Kind::Scan | Kind::ExScan => false,
