@@ -269,7 +269,9 @@ impl<B: Buf> Buckets<B> {
             return invalid("no rank has any samples in this step, expected at least one".into());
         }
         if !sum.is_finite() {
-            return invalid(format!("the ranks have {sum} samples together, expected a number that `f64` can hold"));
+            return invalid(format!(
+                "the ranks have {sum} samples together, expected a number that `f64` can hold"
+            ));
         }
         self.progress.scale = Some(samples / sum);
         Ok(())
