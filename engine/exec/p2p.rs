@@ -28,9 +28,8 @@ use crate::types::{Rank, Signature, WHOLE};
 pub(crate) const EAGER: usize = 4096;
 /// Eager messages per peer that may be on their way or unclaimed: at most 128 KB kept per peer.
 const CREDITS: u32 = 32;
-/// How many frames a pass takes from one peer at most, and how many it posts of one message, so that no peer starves another: as many as a
-/// ring in memory has cells. A peer that sleeps is woken once for all of them. If each frame woke it, it would take the core from the thread
-/// that posts or takes the next one: beside busy processes a message of 32 MB took 82 turns of both ends, each as long as others' time slices.
+/// How many frames a pass takes from one peer at most, and how many it posts of one message: as many as a ring in memory has cells. So no peer starves
+/// another, and a peer that sleeps is woken once for all of them: a message of 32 MB took 82 turns of both ends where each frame woke it.
 const BURST: usize = 16;
 /// How many of a peer's messages, announced or eager, may wait here for their receive: as many as it may have in flight, and its eager ones.
 const UNCLAIMED: usize = QUEUE_LIMIT + CREDITS as usize;
@@ -53,7 +52,6 @@ pub(crate) struct Messages {
     launches: Launches,
     /// Peer, direction and tag of each message that has ended while others of its peer wait to begin.
     ended: Vec<(Rank, Direction, u32)>,
-    /// Whether any message was ever called. If not, a pass has nothing to look at here.
     is_used: bool,
 }
 
@@ -62,11 +60,6 @@ impl Messages {
         let peers = (0..size).map(|_| Peer { credits: CREDITS, ..Peer::default() }).collect();
         let (spare, launches) = (Vec::with_capacity(CREDITS as usize), Launches::default());
         Messages { comm, rank, generation, port, peers, spare, launches, ended: Vec::new(), is_used: false }
-    }
-
-    /// Whether any message was ever called on this endpoint.
-    pub(crate) fn is_used(&self) -> bool {
-        self.is_used
     }
 
     /// Goes on as the communicator's next generation. Credits, and those that are still owed to peers, stay as they are.

@@ -2,8 +2,7 @@
 //!
 //! It passes over the endpoints with work, and sleeps in `epoll` when none can move. A peer's doorbell (a flag in the region, a unix socket), a
 //! descriptor that a link has named, a submission or a deadline wakes it. If a link may have news that no descriptor tells of, the thread asks the
-//! link in each pass and sleeps for microseconds only. Without work of its own it waits for its eventfd alone, and for no longer than
-//! [`quarantine::LOOK`] at a time if it keeps memory that it has to give back.
+//! link in each pass and sleeps for microseconds only. Without work it waits for its eventfd alone, but not for long if it keeps memory to give back.
 
 use std::cell::OnceCell;
 use std::num::NonZeroU64;
@@ -373,8 +372,7 @@ impl ProgressThread {
         flags.iter().for_each(|r| r.doorbell_flag().store(0, Ordering::Relaxed));
         let mut count = [0; 8];
         let _ = rustix::io::read(&self.wake, &mut count);
-        // Peers ring only where they have seen a flag set. At most `RINGS` of these rings are read, so that a peer that never stops ringing does not
-        // keep the thread here.
+        // Peers ring only where they have seen a flag set. At most `RINGS` are read, so that a peer that never stops does not keep the thread here.
         let rings = if flags.is_empty() { 0 } else { RINGS };
         for _ in 0..rings {
             if recv(&self.rung, &mut count, RecvFlags::DONTWAIT).is_err() {

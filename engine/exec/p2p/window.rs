@@ -63,4 +63,9 @@ impl Messages {
             peer.list(direction).extend(next);
         }
     }
+
+    /// Whether any message was ever called on this endpoint. If not, a pass has nothing to look at here.
+    pub(crate) fn is_used(&self) -> bool {
+        self.is_used
+    }
 }
