@@ -97,11 +97,11 @@ pub enum Error {
         kind: String,
         /// The rank that noticed.
         rank: Rank,
-        /// Its end of the connection.
+        /// The address of that rank's end of the connection.
         at: String,
         /// The rank at the other end.
         peer: Rank,
-        /// That rank's end.
+        /// The address of `peer`'s end.
         peer_at: String,
         /// What the system said.
         problem: String,
@@ -508,7 +508,8 @@ impl Error {
     }
 
     /// The file of this rank's flight recorder. When an error ends a communicator, a background thread soon writes there what was under way
-    /// on this rank. `None` if the error is of no communicator, or writing has failed. `allstream trace` reads the files of all ranks.
+    /// on this rank. `None` if the error is of no communicator, no files are written, or writing has failed. `allstream trace` reads the
+    /// files of all ranks.
     pub fn record(&self) -> Option<&Path> {
         members_of!(self).and_then(Members::record)
     }
@@ -519,7 +520,7 @@ impl Error {
         members_of!(self).map_or(rank, |members| members.world_rank(rank))
     }
 
-    /// In a device's error, says in the caller's words what was being done.
+    /// In a device's error, replaces the words for what was being done by the caller's.
     pub(crate) fn doing(mut self, what: &str) -> Error {
         if let Error::Cuda { doing, .. } = &mut self {
             what.clone_into(doing);
@@ -527,8 +528,8 @@ impl Error {
         self
     }
 
-    /// For the loss of a rank that has left: adds the rank that waited for a message with it, in which call, and the messages
-    /// that have come from the lost rank instead.
+    /// For the error that a rank has left: adds which rank waited, and in which call, for a message to or from the lost rank, and
+    /// which messages have come from the lost rank instead.
     pub(crate) fn for_message(mut self, (rank, call): (Rank, &str), pending: Vec<Signature>) -> Error {
         if let Error::PeerLost { waiting, .. } = &mut self {
             *waiting = Some(Box::new(Waiting { rank, call: call.to_owned(), pending }));

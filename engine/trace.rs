@@ -1,7 +1,7 @@
 //! The flight recorder: the last operations of each communicator, written as JSON when something fails.
 //!
-//! A failure is told before its file is written: no rank waits for a file before all ranks concerned know what has failed.
-//! A thread of its own writes the files ([`writer`]).
+//! All ranks concerned are told of a failure before its file is written: the news of it waits for no file. A separate thread
+//! writes the files ([`writer`]).
 //!
 //! `allstream trace` lays the files of all ranks side by side. Files go to `ALLSTREAM_TRACE_DIR`, or to `allstream-UID`
 //! (the user's number) in the system's directory for temporary files, where the files of old worlds are removed;
@@ -54,7 +54,7 @@ struct Record {
     waiting: Vec<Rank>,
 }
 
-/// A message, as this rank has called it: its send or its receive.
+/// This rank's side of a message: the call that sends it, or the one that receives it.
 struct MessageRecord {
     /// `send` or `recv`.
     direction: &'static str,
@@ -69,7 +69,7 @@ struct MessageRecord {
 #[derive(Default)]
 struct Messages {
     records: VecDeque<MessageRecord>,
-    /// How many older ones were dropped.
+    /// How many older records were dropped.
     gone: u64,
 }
 
@@ -190,12 +190,12 @@ impl Recorder {
         }
     }
 
-    /// The number of the last operation that was submitted.
+    /// The number of the last collective that was submitted.
     pub(crate) fn last(&self) -> Option<u64> {
         self.collectives.lock().records.iter().map(|record| record.number).max()
     }
 
-    /// When an operation was submitted, when it began and when it ended. `None`: it has not ended, or is no longer on record.
+    /// When a collective was submitted, when it began and when it ended. `None`: it has not ended, or is no longer on record.
     pub(crate) fn times(&self, number: u64) -> Option<(Instant, Instant, Instant)> {
         let time = self.start.times();
         let mut found = None;
@@ -214,7 +214,7 @@ impl Recorder {
         self.steps.lock().keep(step);
     }
 
-    /// The steps, as they are written.
+    /// The steps, as they are written to the file.
     pub(crate) fn steps(&self) -> Vec<StepOnRecord> {
         self.steps.lock().on_record(unix_times())
     }
@@ -242,7 +242,7 @@ impl Recorder {
         });
     }
 
-    /// Notes that an operation has ended. An operation fails only because its communicator dies. Its state then stays as it was,
+    /// Notes that a collective has ended. A collective fails only because its communicator dies. Its state then stays as it was,
     /// queued or running, since this helps to find the cause.
     pub(crate) fn finished(&self, number: u64, state: State) {
         self.with(number, |r| {
@@ -253,7 +253,7 @@ impl Recorder {
         });
     }
 
-    /// The operations of a communicator of `ranks` ranks, as they are written.
+    /// The collectives of a communicator of `ranks` ranks, as they are written to the file.
     pub(crate) fn snapshot(&self, ranks: usize) -> Vec<OperationRecord> {
         let (at, time) = (unix_times(), self.start.times());
         let collectives = self.collectives.lock();
@@ -276,7 +276,7 @@ impl Recorder {
         collectives.in_order().map(each).collect()
     }
 
-    /// The messages, as they are written.
+    /// The messages, as they are written to the file.
     pub(crate) fn messages(&self) -> Vec<MessageOnRecord> {
         let (at, time) = (unix_times(), self.start.times());
         let messages = self.messages.lock();
@@ -310,7 +310,7 @@ pub(crate) fn unix_us() -> f64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |d| d.as_secs_f64() * 1e6)
 }
 
-/// One operation, as written.
+/// One collective, as the file has it.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct OperationRecord {
     number: u64,
@@ -325,7 +325,7 @@ pub(crate) struct OperationRecord {
     waiting_for: Vec<Rank>,
 }
 
-/// One message, as written.
+/// One message, as the file has it.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct MessageOnRecord {
     direction: &'static str,
@@ -336,7 +336,7 @@ pub(crate) struct MessageOnRecord {
     finished_us: Option<f64>,
 }
 
-/// One communicator, as written.
+/// One communicator, as the file has it.
 #[derive(Debug, Serialize)]
 pub(crate) struct CommRecord {
     pub(crate) id: u64,
@@ -352,7 +352,8 @@ pub(crate) struct CommRecord {
     pub(crate) steps: Vec<StepOnRecord>,
 }
 
-/// The first process that used something. A forked child must not use it: there the thread is gone, and locks may stay locked for ever.
+/// The number of the process that first used the log or the writer that this is part of. A forked child of that process must not use it: the log's or
+/// writer's thread runs in the parent alone, and its locks may stay locked for ever.
 struct FirstProcess(AtomicU32);
 
 impl FirstProcess {
@@ -367,7 +368,7 @@ impl FirstProcess {
     }
 }
 
-/// Where files go unless the environment names a directory. Each user has a place of its own, as all users share the temporary directory.
+/// Where files go unless the environment names a directory. Each user has a separate directory, as all users share the temporary directory.
 fn default_directory() -> PathBuf {
     std::env::temp_dir().join(format!("allstream-{}", rustix::process::geteuid().as_raw()))
 }
@@ -381,12 +382,12 @@ pub(crate) fn directory() -> Option<PathBuf> {
     }
 }
 
-/// How this host's clock differs from that of rank 0's host: what to add to a time here, and by how much that may be wrong.
+/// How this host's clock differs from that of rank 0's host: what to add to a time by this host's clock, and by how much that may be wrong.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub(crate) struct ClockDifference {
     pub(crate) offset_us: f64,
     pub(crate) error_us: f64,
-    /// When it was found, by this host's clock.
+    /// When the difference was found, by this host's clock.
     pub(crate) found_us: f64,
 }
 
@@ -399,7 +400,7 @@ pub(crate) struct RankPlace {
     pub(crate) size: usize,
     /// The host of each rank, numbered.
     pub(crate) hosts: Vec<u32>,
-    /// Only on a host that is not rank 0's.
+    /// `None` on rank 0's host.
     pub(crate) clock: Option<ClockDifference>,
 }
 
@@ -417,7 +418,7 @@ pub(crate) struct Recording {
     written_at_unix_ms: f64,
     cause: Option<String>,
     comms: Vec<CommRecord>,
-    /// The file that this goes to. `None`: it is not written.
+    /// The file that the recording goes to. `None`: it is not written.
     #[serde(skip)]
     file: Option<Arc<RecordFile>>,
 }
@@ -449,7 +450,7 @@ impl Recording {
         }
     }
 
-    /// Writes the file. Returns its path, or `None` if no file is to be written. If this fails, errors no longer name the file.
+    /// Writes the file. Returns its path, or `None` if no file is to be written. If writing fails, errors no longer name the file.
     ///
     /// # Errors
     /// The system's error, with the path.
@@ -471,7 +472,8 @@ impl Recording {
     }
 }
 
-/// Writes a file under a name of its own, then renames it: whoever reads meanwhile sees the whole file or none, and several may write at once.
+/// Writes a file under another name, which nobody else uses, then renames it. So whoever reads meanwhile sees no part of a file, and several
+/// processes may write at once.
 fn replace(path: &Path, text: &[u8]) -> std::io::Result<()> {
     let dir = path.parent().unwrap_or(Path::new(""));
     let default = default_directory();
@@ -490,7 +492,8 @@ fn replace(path: &Path, text: &[u8]) -> std::io::Result<()> {
     part.persist(path).map(drop).map_err(|failed| failed.error)
 }
 
-/// An error unless this is a directory of this user's. The temporary directory is open to all users, so another one may have made it, or a link.
+/// An error unless this is a directory of this user's. The temporary directory is open to all users, so another user may have made this directory,
+/// or a link in its place.
 fn belongs_to_us(dir: &Path) -> std::io::Result<()> {
     let about = std::fs::symlink_metadata(dir)?;
     if about.is_dir() && about.uid() == rustix::process::geteuid().as_raw() {

@@ -69,7 +69,7 @@ impl Members {
         (!file.is_lost.load(Ordering::Relaxed)).then_some(file.path())
     }
 
-    /// The end of an error's text, which says where the flight recorder is; empty if there is none.
+    /// The end of an error's text, which says where the flight recorder's file is; empty if there is no file.
     pub(super) fn see_record(&self) -> String {
         self.record().map_or(String::new(), |path| format!(" (flight recorder: {})", path.display()))
     }
@@ -91,7 +91,7 @@ impl Members {
         self.in_world(rank).unwrap_or(rank)
     }
 
-    /// The same; `None` if the member has one number only, or is not known.
+    /// The second number of a member of a group: its rank in the world. `None` outside groups, and for a number that no member has.
     fn in_world(&self, rank: Rank) -> Option<Rank> {
         self.0.as_ref()?.world_ranks.get(rank).copied()
     }

@@ -13,7 +13,7 @@ pub(crate) fn unreceived(from: impl fmt::Display, pending: &[Signature]) -> Stri
     format!("pending from {from}: {}", by_tag(pending))
 }
 
-/// The same for a rank that has left; empty if there are no such messages.
+/// As [`unreceived`], for a rank that has left: the end of the error's text; empty if there are no such messages.
 pub(super) fn pending(waiting: &Option<Box<Waiting>>, rank: Rank, members: &Members) -> String {
     let pending = waiting.as_ref().map(|waiting| &waiting.pending).filter(|pending| !pending.is_empty());
     pending.map(|pending| format!("; {}", unreceived(members.rank(rank), pending))).unwrap_or_default()
@@ -65,7 +65,7 @@ fn by_tag(messages: &[Signature]) -> String {
     messages.iter().map(one).collect::<Vec<_>>().join("; ")
 }
 
-/// The operation that timed out. A message is named by the call of this rank, which is the counterpart of the call that it waits for.
+/// The operation that timed out. A message is named by the call of the rank that waited, which is the counterpart of the missing call.
 pub(super) fn timed_out(operation: &Operation, missing: &[Missing], members: &Members) -> String {
     match missing {
         [Missing { rank, state: MissingState::NotMatched { direction, .. } }] => {

@@ -157,7 +157,8 @@ impl RingFlag {
 }
 
 impl RingMemory for RawRing {
-    /// A descriptor, and the payload to copy beside it (null: none); of a frame that was read, the place beside the descriptor.
+    /// A descriptor and an address: for a frame that is written, where the payload is that is to be copied beside the descriptor (null: none); for
+    /// a frame that was read, where the bytes beside the descriptor are.
     type Frame = (Descriptor, *const u8);
 
     fn lap_acquire(&self, cell: usize) -> u32 {

@@ -9,7 +9,8 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use super::cells::RawRing;
 use super::region::Region;
 
-/// A process of this host, named by a descriptor that stands for this process alone: its number may be given to another process later.
+/// A process of this host. It is named by a descriptor that stands for this process alone, and not by its number, which the system may give to
+/// another process later.
 #[derive(Clone, Debug)]
 pub(crate) struct Exit(Arc<OwnedFd>);
 
@@ -43,7 +44,7 @@ enum Until {
     /// A peer in another process has released all `posted` frames of this ring in the region, or has hung up. Nobody can touch what was
     /// lent once the peer's process has exited, or the region is gone.
     Released { ring: u64, posted: u64, exit: Option<Exit> },
-    /// This function says so. It is from a link, or a device, that touches memory by itself.
+    /// This function, which is from a link or a device that touches memory by itself, returns `true`.
     Written(IsOver),
 }
 
@@ -62,7 +63,7 @@ impl Lease {
         Lease::new(region, Until::Written(until))
     }
 
-    /// Whether it is over: nobody touches the memory any more.
+    /// Whether the lease is over: nobody touches the memory any more.
     pub(crate) fn is_over(&self) -> bool {
         self.over.load(Ordering::Acquire)
             || match &self.until {

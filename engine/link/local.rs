@@ -79,7 +79,8 @@ impl Bell {
     }
 }
 
-/// A receiver in the same process holds this lock while it uses lent memory. A sender that gets the lock knows that it is unused.
+/// The lock that a rank holds while it uses memory lent by ranks of its process. A sender that gets the receiver's lock knows that the receiver is
+/// not using the memory at that moment.
 pub(crate) type MemoryLock = Arc<EngineLock<()>>;
 
 /// Ranks of one process.
@@ -120,7 +121,7 @@ fn open_rx(site: &dyn Site, same_process: bool) -> Result<Box<dyn LinkRx>, Error
 pub(crate) struct LocalTx {
     ring: Producer<RawRing>,
     bell: Bell,
-    /// The receiver's memory lock if it is in this process: then any memory can be lent.
+    /// The memory lock of the receiver, if the receiver is in this process: then any memory can be lent.
     memory_lock: Option<MemoryLock>,
     /// The receiver's process, if it is another one.
     exit: Option<Exit>,
@@ -274,9 +275,9 @@ impl LinkRx for LocalRx {
         if self.hung_up {
             return Ok(None);
         }
-        // Also for a frame that was seen before: it may have been taken back since.
+        // Looked at also for a frame that was shown before, as the sender may have taken it back since.
         if self.ring.memory().revoked().load(Ordering::SeqCst) != 0 {
-            return Ok(None); // the sender took its memory back: its abort tells why
+            return Ok(None); // the sender took its memory back; its abort message says why
         }
         if let Some(frame) = self.head {
             return Ok(Some(frame));

@@ -14,7 +14,7 @@
 //! | shared-memory arena | a staging slot of the sender's region | ring cells, per communicator and peer |
 //! | GPU peer | the sender's device memory | ring cells, per communicator and peer |
 //! | TCP | the socket, then the receiver's window | the connection's window, per communicator and peer |
-//! | RDMA | a staging slot of the sender's region, or a buffer from `alloc`; then a slot of the receiver's area, or its place in such a buffer | cells and slots of that area, per communicator and peer |
+//! | RDMA | a staging slot of the sender's region, or a buffer from `alloc`; then a slot of the receiver's area, or the place where it belongs in the receiver's own buffer from `alloc` | cells and slots of that area, per communicator and peer |
 
 pub(crate) mod arena;
 pub(crate) mod cells;
@@ -115,11 +115,11 @@ pub(crate) trait Site {
     fn place(&self) -> Result<Place, Error>;
     /// What tells whether the peer's process has exited, if that is another process of this host and the system can tell.
     fn exit(&self) -> Option<Exit>;
-    /// What dials the peer for this link; for the sender.
+    /// The function that dials the peer for this link. Only the sending end calls it.
     fn dial(&self) -> Dial;
-    /// What takes the connection that the peer has dialled, once it has come; for the receiver.
+    /// The function that takes the connection that the peer has dialled, once it has come. Only the receiving end calls it.
     fn accept(&self) -> Accept;
-    /// What watches the link's descriptors, and what the link tells that it may go on.
+    /// Watches the link's descriptors. The link also tells it when it can go on ([`Reactor::kick`]).
     fn reactor(&self) -> Arc<dyn Reactor>;
     /// The port of a network card that this rank's links over RDMA go through.
     fn card(&self) -> Result<Arc<Card>, Error>;
@@ -168,7 +168,7 @@ pub(crate) struct Loan {
 }
 
 impl Loan {
-    /// Bytes of payload of the frame that names a loan: two places and a length.
+    /// Bytes of payload of the frame that names a loan: the places of its input and its output, and its length.
     pub(crate) const FRAME: usize = size_of::<[u64; 3]>();
     /// The number of a loan among the messages of its part (the low 16 bits of a header's `message`): no plan sends so many messages.
     pub(crate) const MESSAGE: u32 = 0xffff;
@@ -271,8 +271,8 @@ pub(crate) trait LinkTx: Send {
     /// any more; `false`: ask again.
     fn revoke(&mut self) -> bool;
 
-    /// Whether this memory, if it is lent, is a user's that a peer in another process, or this rank's network card, touches in place. Nothing can
-    /// stop such a peer, but it says when it has hung up; of a card the [lease](LinkTx::lease) tells when it is done.
+    /// Whether this memory is a user's buffer which, once lent, a peer in another process or this rank's network card touches in place. Nothing
+    /// can stop such a peer, but the peer says when it has hung up; the [lease](LinkTx::lease) tells when a card is done.
     fn touches(&self, _at: *const u8, _len: usize) -> bool {
         false
     }
@@ -293,8 +293,8 @@ pub(crate) trait LinkTx: Send {
         false
     }
 
-    /// What tells, when this end is not used any more, whether the peer (or a network card) may still touch what was lent over it. `None`
-    /// for links that lend nothing for longer than they live.
+    /// The lease by which the caller learns, after it has stopped using this end, whether the peer (or a network card) may still touch what
+    /// this end lent. `None` for links that lend nothing for longer than they live.
     fn lease(&self) -> Option<exit::Lease> {
         None
     }
@@ -307,7 +307,7 @@ pub(crate) trait LinkTx: Send {
 
 /// The receiving end.
 pub(crate) trait LinkRx: Send {
-    /// The oldest frame, if its header has come, and `useful` bytes of its part that is not released (or all of that part, if it is shorter).
+    /// The oldest frame, if its header has come and, of its bytes that are not released yet, `useful` ones (or all, if they are fewer).
     fn peek(&mut self, useful: usize) -> Result<Option<Frame>, Error>;
 
     /// Releases `bytes` more of the oldest frame. The frame itself is released with its last byte; an empty frame, by the first
@@ -320,9 +320,9 @@ pub(crate) trait LinkRx: Send {
     /// As [`LinkTx::ring_bell`].
     fn ring_bell(&mut self) {}
 
-    /// The memory that the frame lends which `peek` has just shown. It may be used until the frame is released, as long as `peek` goes
-    /// on to show the frame; if the sender is in this process, only under this rank's memory lock, which the sender tries to take before
-    /// it uses its memory again.
+    /// The memory lent by the frame that `peek` has just shown. It may be used until the frame is released, as long as `peek` goes on to
+    /// show the frame. If the sender is in this process, it may be used only under this rank's memory lock: a sender that takes its memory
+    /// back ([`LinkTx::revoke`]) tries that lock.
     fn borrow(&self) -> Result<Loan, Error> {
         Err(Error::system("use memory that a peer lends", "this link cannot (a bug)"))
     }
@@ -332,11 +332,11 @@ pub(crate) trait LinkRx: Send {
         None
     }
 
-    /// Ends reading for good: this end uses nothing of the link any more, and the sender has all its memory back.
+    /// Ends reading for good: the caller uses nothing of the link any more. A link through a ring tells the sender that all its memory is free.
     fn hang_up(&mut self) {}
 
-    /// Whether the sender has been told of each release that an operation of its waits for, and no break is left that
-    /// [`LinkRx::take_break`] has not returned.
+    /// Whether the sender has been told of each release that one of the sender's operations waits for. A link that tells releases by messages of
+    /// its own also returns `false` while [`LinkRx::take_break`] has a break to return.
     fn is_flushed(&mut self) -> bool {
         true
     }
@@ -359,8 +359,8 @@ pub(crate) trait LinkRx: Send {
         false
     }
 
-    /// Receives up to `max` of the oldest frame's bytes that are not released straight into `dst`, and releases them. Returns how many: a
-    /// multiple of `unit`. To be called only if [`LinkRx::is_byte_stream`]. `max` may be more than is left of the frame: then the payloads of the
+    /// Receives up to `max` of the bytes of the oldest frame that are not released yet, straight into `dst`, and releases them. Returns how many:
+    /// a multiple of `unit`. To be called only if [`LinkRx::is_byte_stream`]. `max` may be more than is left of the frame: then the payloads of the
     /// message's next frames belong behind it.
     ///
     /// Until calls have returned all `max` bytes, the room after the returned ones is the link's: a part of a unit may lie there already, and
@@ -425,8 +425,8 @@ pub(crate) trait Reactor: Send + Sync {
     /// Has the progress thread call [`Source::read`] when this descriptor has become readable: at once if the thread sleeps on its descriptors,
     /// otherwise when it next does. The owner keeps `source` alive; once the owner has dropped it, nothing is called any more.
     fn listen(&self, fd: BorrowedFd<'_>, source: Weak<dyn Source>) -> Result<(), Error>;
-    /// From now on the progress thread polls this in each pass that has work which only this thread drives, and sleeps for microseconds only
-    /// between such passes. That ends when nobody else has the poller any more.
+    /// From now on the progress thread polls `poller` in each pass that finds work waiting which no other thread drives, and sleeps only for
+    /// microseconds between such passes. That ends when the poller's owners have dropped it.
     #[cfg_attr(not(any(test, feature = "testing")), allow(dead_code))] // So far only a link for tests calls it: `testing/late.rs`.
     fn ask(&self, poller: Weak<dyn Poller>);
     /// Wakes the progress thread now.

@@ -4,9 +4,9 @@
 //! in other processes the region is a sealed memfd, handed over a unix socket: it has no name, vanishes with
 //! the last process, and cannot be truncated under a reader. Pages cost nothing until they are touched.
 //!
-//! The region is mapped in one piece. With the arena in a mapping of its own, made at its first use, a rank took less address space. But
-//! the arenas of two ranks then lay at other distances, and all_reduces in place of 64 KB to 4 MB took four to eight times as long (2 ranks,
-//! AMD EPYC). The likely reason is that this CPU's caches predict where a line is from a hash of its address.
+//! The region is mapped in one piece. A trial had the arena in a mapping of its own, made at its first use, and took less address space. But
+//! the arenas of two ranks then lay at a different distance from each other, and all_reduces in place of 64 KB to 4 MB took four to eight times
+//! as long (2 ranks, AMD EPYC). The likely reason is that this CPU's caches predict where a line is from a hash of its address.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::os::fd::{AsFd, OwnedFd};
@@ -25,7 +25,8 @@ use crate::forked;
 const HEADER: usize = 4096;
 /// Shared staging slots: 32 x 128 KB = 4 MB per rank, whatever the number of communicators.
 pub(crate) const SLOTS: usize = 32;
-/// Slots are filled in turn: this many bytes of slots are filled before the first of them is filled again. A slot that a peer has just read
+/// Slots are filled in turn: this many bytes of slots are filled before the first of them is filled again (fewer where ranks outnumber
+/// cores: `comm/world.rs`). A slot that a peer has just read
 /// is in the peer's nearest caches, from where each store to the slot must take the line; a slot that the peer read a megabyte of data ago is
 /// not (the L2 of the measured machine has 1 MB). With two slots of 128 KB in turn, filling one took 15.8 us; with 32 slots, 6.0 us
 /// (`cargo bench --bench limits -- slots 2 131072`). But slots and users' buffers share the last-level cache. Times in us:
@@ -43,9 +44,9 @@ const ARENA: usize = 4 << 30;
 pub(crate) const PAGE: usize = 4096;
 pub(crate) const REGION_BYTES: usize = ARENA_START + ARENA;
 
-/// What pins users' buffers for a device: a network card. A rank may use two.
+/// Pins users' buffers for one port of a network card. A rank may use two ports.
 pub(crate) trait Pins: Send + Sync {
-    /// The buffer at this address is given back. Returns whether the device does not use it any more.
+    /// Called when the buffer at this address is given back. Returns whether the card no longer uses the buffer.
     fn unpin(&self, at: *const u8) -> bool;
 }
 
@@ -55,7 +56,7 @@ pub(crate) struct Region {
     fd: Option<OwnedFd>,
     heap: Mutex<Heap>,
     arena: Mutex<Heap>,
-    /// The users' buffers in the arena: bytes by offset.
+    /// What is taken of the arena ([`take_pages`](Region::take_pages)): bytes by offset.
     blocks: Mutex<BTreeMap<usize, usize>>,
     /// What pins users' buffers, if anything does.
     pins: Mutex<Vec<Weak<dyn Pins>>>,
@@ -155,7 +156,7 @@ impl Heap {
     }
 
     fn take(&mut self, bytes: usize) -> Option<usize> {
-        // The smallest gap with enough room, so that a group takes the place of an earlier group of its size.
+        // The smallest gap with enough room, so that a communicator's rings take the place of an earlier communicator's of the same size.
         let gap = self.free.iter().filter(|(_, len)| **len >= bytes).min_by_key(|(_, len)| **len);
         let offset = match gap.map(|(at, len)| (*at, *len)) {
             Some((at, len)) => {
@@ -338,7 +339,7 @@ impl Region {
         }
     }
 
-    /// Whether a thread has found it held since the last call.
+    /// Whether a thread has found the rank's memory lock held since the last call.
     pub(crate) fn was_memory_lock_wanted(&self) -> bool {
         self.memory_lock_wanted.load(Ordering::Relaxed)
             && self.memory_lock_wanted.swap(false, Ordering::Relaxed)
@@ -387,7 +388,7 @@ impl Region {
         self.heap.lock().give(offset, bytes);
     }
 
-    /// Zeroed pages for a user's buffer.
+    /// Zeroed pages of the arena, for a user's buffer or for words that ranks share (`device/links/words.rs`).
     pub(crate) fn take_pages(&self, bytes: usize) -> Option<usize> {
         let bytes = bytes.checked_next_multiple_of(PAGE)?;
         let offset = self.arena.lock().take(bytes)?;
@@ -395,7 +396,7 @@ impl Region {
         Some(offset)
     }
 
-    /// Where the user's buffer begins in which this address lies, and its bytes.
+    /// The user's buffer in which this address lies: where the buffer begins, and its bytes.
     pub(super) fn block_of(&self, at: *const u8) -> Option<(NonNull<u8>, usize)> {
         let offset = self.offset_of(at)? as usize;
         let blocks = self.blocks.lock();
@@ -418,7 +419,7 @@ impl Region {
         }
         let bytes = bytes.next_multiple_of(PAGE);
         self.blocks.lock().remove(&offset);
-        // (Without the lock, as it takes a call of the system to unpin a buffer.)
+        // The lock is not held while buffers are unpinned, since that takes a system call.
         let pins: Vec<_> = self.pins.lock().iter().filter_map(Weak::upgrade).collect();
         let is_free = pins.iter().fold(true, |all, pins| pins.unpin(self.at(offset)) & all);
         if !is_free {
@@ -443,12 +444,12 @@ impl Region {
         unsafe { &*self.at(offset).cast::<AtomicU32>() }
     }
 
-    /// Whether these bytes are in the part for users' buffers.
+    /// Whether these bytes are in the arena.
     pub(crate) fn is_page(&self, at: *const u8, len: usize) -> bool {
         self.offset_of(at).is_some_and(|o| o >= ARENA_START as u64 && o + len as u64 <= REGION_BYTES as u64)
     }
 
-    /// The address of these bytes, if they are among the slots, or in the part for users' buffers.
+    /// The address of these bytes, if they are among the slots or in the arena.
     pub(super) fn lendable(&self, offset: u64, len: usize) -> Option<*mut u8> {
         let in_slots = offset >= HEADER as u64 && offset.checked_add(len as u64)? <= HEAP_START as u64;
         let inside = in_slots || offset >= ARENA_START as u64 && self.contains(offset, len);

@@ -19,8 +19,8 @@ use super::{
 use crate::error::Error;
 use crate::types::{LinkClass, Rank};
 
-/// At most this many frames wait for the socket, and none is added once those that wait have [`FRAME`] bytes together. So the result of a
-/// reduction is ready when the socket is.
+/// At most this many frames wait for the socket, and none is added once those that wait have [`FRAME`] bytes together. They are queued so that
+/// the next result of a reduction is at hand as soon as the socket has room.
 const QUEUE: usize = 4;
 /// Bytes of the receive window: what is worked on at once, and the beginning of what comes next; well inside the L2 cache.
 const WINDOW: usize = SLOT + 64 * 1024;

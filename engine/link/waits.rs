@@ -16,13 +16,13 @@ pub enum Wait {
     End,
     /// After a failure: the buffers' streams wait for what is still on any rank's stream.
     GiveUp,
-    /// After a failure: our own stream waits for the same, as an operation's workspace goes back to the pool in its order.
+    /// After a failure: our own stream waits for the same, as the operation's workspace goes back to the pool in the order of that stream.
     GiveUpOurs,
     /// An operation's workspace goes back to the pool only behind what is on the stream.
     Memory,
-    /// A step that reads what another step of this rank writes waits until that one is on the stream.
+    /// A step that reads what another step of this rank writes waits until that other step is on the stream.
     Written,
-    /// A step that writes what another step reads or lends waits until that one is on the stream, or the loan is given back.
+    /// A step that writes what another step reads or lends waits until that other step is on the stream, or the loan is given back.
     Read,
     /// An operation ends only after peers have given back what it lent them.
     Freed,

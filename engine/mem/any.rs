@@ -35,7 +35,8 @@ pub enum Untyped {}
 /// ```
 pub struct AnyBuf(Box<Owned>);
 
-/// A buffer, and its place, length and type. It is boxed, so that an `AnyBuf` is one pointer, and an operation keeps two in place.
+/// A buffer, and its place, length and type. It is boxed, so that an `AnyBuf` is one pointer, and an operation stores its input and its output
+/// without another allocation (`ErasedBufs`).
 struct Owned {
     raw: RawBuf,
     buf: Box<dyn Any + Send>,

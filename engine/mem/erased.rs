@@ -14,7 +14,7 @@ pub(crate) struct Parts<I, O> {
     pub(crate) output: O,
 }
 
-/// Words of storage: two device buffers fit.
+/// Words of storage in a block: enough for two device buffers.
 const WORDS: usize = 12;
 
 /// Room for [`Parts`] of any type: in place up to 96 bytes, boxed beyond.
@@ -34,8 +34,8 @@ thread_local! {
     static FREE: RefCell<Vec<Box<Block>>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Free blocks of threads that give back more than they get, as the progress thread does with what users have let go of. The lock is only tried: in a
-/// forked child nobody may be left to release it.
+/// Free blocks of threads that give back more than they get, such as the progress thread, which drops the buffers that users have let go of. The lock
+/// is only tried: in a forked child nobody may be left to release it.
 #[expect(clippy::vec_box, reason = "as above")]
 static SPARE: Mutex<Vec<Box<Block>>> = Mutex::new(Vec::new());
 
@@ -50,7 +50,7 @@ impl Block {
     /// Keeps a block whose storage holds nothing any more.
     fn give_back(self: Box<Self>) {
         let mut block = Some(self);
-        // A thread that ends has no such list any more.
+        // A thread that is ending may have no list of its own any more.
         let _ = FREE.try_with(|free| {
             let mut free = free.borrow_mut();
             if free.len() < OWN {

@@ -1,8 +1,10 @@
-//! Whether what a buffer holds counts: work may be put behind an operation before anyone knows how it ends.
+//! Whether a device buffer's contents can be trusted: work may be put on a stream behind an operation before anyone knows how
+//! the operation ends.
 //!
 //! A buffer that was handed on in the order of a stream ([`Ordered::in_order`](crate::Ordered::in_order)) depends on the
-//! operations that are to write it. Where one of them fails the stream goes on, and what comes after reads what nobody
-//! meant; so the buffer keeps the verdicts, and whoever gives its contents to the host or to other ranks asks them first.
+//! operations that are to write it. If one of them fails, the stream goes on all the same, and later work reads wrong
+//! contents. So the buffer keeps the operations' verdicts, and whoever gives its contents to the host or to other ranks
+//! checks the verdicts first.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
@@ -11,7 +13,7 @@ use parking_lot::Mutex;
 
 use crate::error::Error;
 
-/// Knows whether an operation has gone wrong although its stream may have come to its end. Asked as long as there is no verdict.
+/// Knows whether an operation has gone wrong although the stream may have passed the operation's end. Asked as long as there is no verdict.
 pub(crate) trait Witness: Send + Sync {
     fn check(&self) -> Result<(), Error>;
 }
@@ -39,7 +41,7 @@ impl Verdict {
         Verdict { over, witness, is_overtaken, held }
     }
 
-    /// The first word counts. A failure is told before any stream that waits for the operation goes on.
+    /// Says how the operation ended. Only the first call counts. A failure is told before any stream that waits for the operation goes on.
     pub(crate) fn settle(&self, result: Result<(), Error>) {
         let _ = self.over.set(result);
     }
@@ -64,8 +66,8 @@ impl Verdict {
         drop(memory);
     }
 
-    /// Keeps memory of a buffer that was dropped until nothing touches it because of the operation. Streams that wait for the operation may be
-    /// let go on before that, if it fails.
+    /// Keeps memory of a dropped buffer until nothing touches the memory because of the operation. If the operation fails, streams that wait for
+    /// it may be let go on before that.
     fn hold(&self, memory: impl Send + 'static) {
         let mut held = self.held.lock();
         if !held.is_past {
@@ -82,7 +84,7 @@ impl Verdict {
 }
 
 impl Drop for Verdict {
-    /// Nobody has been able to tell that the memory is free: nobody uses it again.
+    /// Leaks the memory that is still held, as nobody has been able to tell that it is free.
     fn drop(&mut self) {
         let held = self.held.get_mut();
         if !held.is_past {
@@ -112,7 +114,7 @@ impl Fate {
     fn add(&self, new: Dependence) {
         let mut all = self.0.lock();
         all.retain(|known| !known.verdict.is_good());
-        // Each once: buffers that are made of each other would double their lists with every step.
+        // Each verdict once: otherwise the lists of buffers that are made of each other would double with every step.
         match all.iter_mut().find(|known| Arc::ptr_eq(&known.verdict, &new.verdict)) {
             Some(known) => known.is_of_contents |= new.is_of_contents,
             None => all.push(new),
@@ -133,12 +135,12 @@ impl Fate {
         Fate(Mutex::new(all))
     }
 
-    /// The buffer is dropped: keeps its memory for as long as operations may touch it out of the order of its stream.
+    /// To be called when the buffer is dropped: keeps its memory for as long as operations may touch it out of the order of the buffer's stream.
     pub(crate) fn hold(&self, memory: impl Send + Clone + 'static) {
         self.0.lock().iter().for_each(|known| known.verdict.hold(memory.clone()));
     }
 
-    /// Whether the contents are what was meant. To be called once the buffer's stream has come to the contents.
+    /// Whether the contents can be trusted. The answer is certain only once the buffer's stream has done the work that writes them.
     ///
     /// # Errors
     /// The cause for which an operation failed.

@@ -196,7 +196,8 @@ impl<B: HostMemory> View<B> {
         match Arc::try_unwrap(whole) {
             Ok(whole) => Ok(whole.buf.into_inner()),
             Err(whole) => {
-                // A view that was not given has no elements, but has a share of the buffer, which so cannot be taken out.
+                // A view that was not given still has a share of the buffer, which therefore cannot be taken out. That view has no elements:
+                // the given ones have them all.
                 let back = |(range, start): (Range<usize>, _)| {
                     let part = Part { offset: range.start, whole: whole.clone() };
                     // SAFETY: the view as it was, which was consumed above.

@@ -149,7 +149,7 @@ impl Failure {
         self.0.get().is_some()
     }
 
-    /// The error for a job that does not run as the stream has failed; `Ok`: it has not.
+    /// The error of a job that does not run because the stream has failed. `Ok`: the stream has not failed.
     pub(crate) fn check(&self, call: &str) -> Result<(), Error> {
         let panicked = || Error::invalid(call, "the job did not run: a job before it on its stream panicked");
         self.0.get().map_or(Ok(()), |cause| Err(cause.clone().unwrap_or_else(panicked)))
@@ -214,7 +214,7 @@ impl HostStream {
         }));
     }
 
-    /// An event that completes when all work submitted so far is done. In a forked child, where the stream's thread is not, the event fails at once.
+    /// An event that completes when all work submitted so far is done. In a forked child, which does not have the stream's thread, it fails at once.
     pub fn record(&self) -> Event {
         let event = Event::pending();
         if forked::is_forked() {
@@ -260,7 +260,7 @@ impl HostStream {
 impl Drop for HostStream {
     fn drop(&mut self) {
         if forked::is_forked() {
-            // The thread runs in the parent only: to join it here would never return.
+            // The thread runs in the parent only: joining it here would never end.
             std::mem::forget((self.jobs.take(), self.thread.take()));
             return;
         }

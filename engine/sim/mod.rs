@@ -172,7 +172,7 @@ struct SimRank {
 }
 
 impl SimRank {
-    /// Goes on until nothing moves any more. Returns whether the rank has finished by that. `news`: the peer from which news has come.
+    /// Goes on until nothing moves any more. Returns whether the rank finished in this call. `news`: the peer from which news has come.
     fn go_on(&mut self, news: Option<Rank>) -> Result<bool, Error> {
         while !self.is_done {
             let parts = &mut self.parts;

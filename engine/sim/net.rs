@@ -26,7 +26,7 @@ pub(super) fn time(seconds: f64) -> Time {
 /// What happens at an [`Event`]: something reaches one rank from another.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum What {
-    /// A frame has reached the receiver's port. It comes in when that port is free.
+    /// The first byte of a frame has reached the receiver's port. The frame comes in when that port is free.
     AtPort,
     /// All of a frame has arrived, or the sender hears that one was released.
     News,
@@ -64,7 +64,7 @@ struct Wire {
     /// When the last frame posted reaches the receiver's port.
     last: Time,
     posted: u64,
-    /// Of frames that the receiver has released: when the sender learns of each. Those that it has learnt of are counted in `known`.
+    /// When the sender learns of each frame that the receiver has released. Frames of which it has learnt are counted in `known`, and not kept here.
     released: VecDeque<Time>,
     known: u64,
 }
@@ -219,8 +219,8 @@ impl Net {
         self.slow.map_or(1.0, |(slow, factor)| if slow == rank { factor } else { 1.0 })
     }
 
-    /// Sends a frame when the sender's port is free. It reaches the receiver's port after the latency, and comes in when that
-    /// is free. Each of the two ports is busy for as long as the frame's bytes take.
+    /// Sends a frame when the sender's port is free. The frame reaches the receiver's port after the latency, and comes in when that
+    /// port is free. Each of the two ports is busy for as long as the frame's bytes take.
     fn post(&self, from: Rank, to: Rank, header: Header, lends: usize) {
         self.handle(from, 0, &header);
         let (now, takes) = (self.clock(from), self.takes(from, &header));

@@ -9,7 +9,7 @@ use crate::plan::{Shape, algorithms, suitable};
 use crate::tuning::Figures;
 use crate::types::{Algo, Kind};
 
-/// Faster than any port: no port is between ranks of one host, so only their own work limits them.
+/// Bytes a second, more than any port has: no port is between ranks of one host, so only their own work limits them.
 const NO_PORT: f64 = 1e15;
 
 /// Predicts how many microseconds a collective takes by an algorithm, on links with these figures. `bytes`: the size of a rank's
@@ -47,11 +47,12 @@ fn network(figures: &Figures, lends: Lends, per_host: usize) -> Network {
     network.cores = Some(figures.cores);
     network.per_host = (!one_host).then_some(per_host);
     if one_host {
-        // Lent memory is fetched from another rank's core, at the rate of a ring, but only once: each of a ring's two ends copies each byte.
+        // Lent memory is fetched from another rank's core at the measured bandwidth of the ring. Only the reader does that, whereas over the
+        // ring both ends copy each byte.
         let (in_slots, fetch) = (lends == Lends::Regions, Some(figures.bandwidth));
         network.loans = (lends != Lends::Nothing).then_some(Loans { in_slots, fetch });
         // The measured bandwidth is that of the slower end. `memory` already counts the receiver's copy (each byte is read and
-        // written), so this is subtracted. In one process the sender copies nothing.
+        // written), so the time of that copy is subtracted. In one process the sender copies nothing.
         let each = 1.0 / figures.bandwidth;
         network.send = (lends != Lends::Anything).then_some(figures.bandwidth);
         network.receive = Some(each - 2.0 / figures.memory).filter(|left| *left > 0.0).map(|left| 1.0 / left);

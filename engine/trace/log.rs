@@ -23,9 +23,9 @@ type Line = Box<dyn FnOnce() + Send>;
 
 struct State {
     lines: VecDeque<Line>,
-    /// There is a thread. It may be logging a line that is no longer in `lines`.
+    /// Whether there is a thread. It may be logging a line that is no longer in `lines`.
     runs: bool,
-    /// A `flush` has waited in vain, and no line has been logged since: until one is, no `flush` waits again.
+    /// Whether a `flush` has waited in vain, and no line has been logged since. Until a line is logged, no `flush` waits again.
     is_stuck: bool,
 }
 

@@ -16,9 +16,9 @@ pub(crate) struct Step {
     /// The number of its first bucket's operation. The numbers of the other buckets' operations follow.
     pub(crate) first: u64,
     pub(crate) buckets: u64,
-    /// When the step before this one had ended or was joined (for the first: when the buckets were made). Then the loop computed.
+    /// When the step before this one had ended or was joined (for the first step: when the buckets were made). From then on the loop computed.
     pub(crate) began: Instant,
-    /// When the loop began to wait for all gradients, and when it had them.
+    /// When the loop began to wait for all gradients. `ended`: when it had them.
     pub(crate) called: Instant,
     pub(crate) ended: Instant,
 }
@@ -51,7 +51,7 @@ impl Steps {
     }
 }
 
-/// A step, as written.
+/// A step, as the file has it.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct StepOnRecord {
     number: u64,

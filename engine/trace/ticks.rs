@@ -1,12 +1,12 @@
 //! A clock that costs next to nothing to read: every operation reads it when it ends.
 //!
-//! On x86-64 it is the processor's time-stamp counter, which one instruction reads; to read the system's clock takes about forty. Ticks are
-//! converted to times only when somebody asks for a record, from two points at which both clocks were read. On other processors it is the
-//! system's clock.
+//! On x86-64 it is the processor's time-stamp counter, which one instruction reads; reading the system's clock takes about forty instructions.
+//! Ticks are converted to times only when somebody asks for a record, by means of two points at which both clocks were read. On other processors
+//! this clock is the system's.
 
 use std::time::{Duration, Instant};
 
-/// How often both clocks are read for one point.
+/// How often both clocks are read to find one [`Both`].
 const READINGS: u32 = 8;
 
 /// A point in time, by this module's clock.

@@ -22,7 +22,7 @@ const SETTLE: Duration = Duration::from_millis(10);
 
 /// A rank with something to write.
 pub(crate) trait Recorded: Send + Sync {
-    /// What is to be written. `cause`: why, if it is because something has failed; the writing thread then calls this.
+    /// What is to be written. `cause`: the failure that is the reason (then the writing thread calls this); `None`: somebody asked for it.
     fn recording(&self, cause: Option<&Error>) -> Recording;
 }
 
@@ -34,12 +34,12 @@ struct Request {
 
 struct State {
     requests: VecDeque<Request>,
-    /// There is a thread.
+    /// Whether there is a thread.
     runs: bool,
     thread: Option<ThreadId>,
     /// The rank whose file the thread is writing.
     at: Option<Weak<dyn Recorded>>,
-    /// Somebody waits for a file: the thread does not wait for further requests.
+    /// Whether somebody waits for a file: then the thread does not wait for further requests.
     hurried: bool,
 }
 
@@ -123,11 +123,11 @@ impl Writer {
             while let Some(Request { from, cause }) = state.requests.pop_front() {
                 state.at = Some(from.clone());
                 drop(state);
-                // May panic: if the world's last handle is dropped meanwhile, the world is dropped here, and runs somebody else's code.
+                // May panic: if the world's last handle is dropped meanwhile, the world is dropped here, and its drop runs somebody else's code.
                 let _ = catch_unwind(AssertUnwindSafe(|| {
                     let recording = from.upgrade().map(|from| from.recording(Some(&cause)));
-                    // The world is no longer held here, as the file system may hang. If the file cannot be written, that is only
-                    // logged: a failure is being told already.
+                    // From here on this thread does not keep the world alive, as the file system may hang. If the file cannot be written,
+                    // that is only logged: the failure for which it is written is being told already.
                     match recording.map(|recording| recording.write()) {
                         Some(Ok(Some(path))) => {
                             tracing::info!(path = %path.display(), "flight recorder written")

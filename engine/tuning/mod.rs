@@ -107,8 +107,8 @@ pub struct Table {
 }
 
 impl Table {
-    /// Adds a newer table's figures and rows. They replace this table's of the same group, collective and size, except that a row with
-    /// measured times stays if the newer one has none.
+    /// Adds a newer table's figures and rows. They replace those that this table has for the same group, collective and size, except that a
+    /// row with measured times stays if the newer one has none.
     pub fn merge(&mut self, newer: Table) {
         let mut figures: BTreeMap<GroupShape, Figures> =
             self.figures.drain(..).map(|f| (f.group, f)).collect();
@@ -139,7 +139,7 @@ impl Table {
     fn corrected(&self, row: &Row) -> Vec<TimeBy> {
         let apart = |a: f64, b: f64| (a.max(1.0).ln() - b.max(1.0).ln()).abs();
         // Blocks are whole elements, so with another number of ranks the same size is a few bytes more or less. Sizes within a factor
-        // of 3 (the bound is of logarithms) count as the same; `distance` prefers the nearest.
+        // of 3 (its logarithm is 1.1) count as the same; `distance` prefers the nearest.
         let same = |other: &&Row| {
             !other.measured.is_empty()
                 && (other.group.link, other.group.hosts) == (row.group.link, row.group.hosts)
@@ -278,7 +278,8 @@ fn load(path: &Path, named: bool) -> Result<Option<Table>, Error> {
 }
 
 /// The table in use, and its path: the file that [`VARIABLE`] names, or else that of [`cached`]. `None`: the variable turns the table
-/// off, or names no file, and there is none at the path of [`cached`], or that one cannot be read (which logs a warning).
+/// off; or it is not set, and [`cached`] gives no path, or there is no file at that path, or the file cannot be read (which logs a
+/// warning).
 ///
 /// # Errors
 /// [`Error::Invalid`] if the file that the variable names cannot be read.

@@ -55,7 +55,7 @@ pub struct DLDataType {
 pub struct DLTensor {
     /// Start of the memory; on a device, an address of that device.
     pub data: *mut c_void,
-    /// Where it is.
+    /// The device that the memory is on.
     pub device: DLDevice,
     /// Number of dimensions.
     pub ndim: i32,

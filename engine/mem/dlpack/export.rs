@@ -51,7 +51,8 @@ unsafe impl<B: Buf> Send for Export<B> {}
 ///
 /// # Errors
 /// [`Failed`] with the buffer (always `Some`) and [`Error::Invalid`]: the shape has another number of elements than the
-/// buffer, or more than 64 dimensions, or no operation can use the buffer. If the collective that wrote a device buffer has failed: the cause of that.
+/// buffer, or more than 64 dimensions, or no operation can use the buffer. If the collective that wrote a device buffer has failed, the
+/// error is that failure's cause.
 pub fn export<B: Buf>(mut buf: B, shape: &[usize]) -> Result<Export<B>, Failed<B>> {
     let place = buf.location().0;
     let problem = match place {

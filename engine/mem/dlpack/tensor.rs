@@ -16,10 +16,10 @@ pub(super) const MAX_DIMENSIONS: usize = 64;
 
 pub(crate) const CALL: &str = "dlpack import";
 
-/// A DLPack tensor that another library has given away to us. Its deleter is called once, when this is gone and so is the buffer that was
-/// made of it.
+/// A DLPack tensor that another library has given away to us. Its deleter is called once: when this value is dropped, or, if a buffer was made
+/// of it, when nobody uses that buffer any more.
 ///
-/// [`into_host`](Self::into_host) and [`into_device`](Self::into_device) make a buffer of it. They check all that can be checked.
+/// [`into_host`](Self::into_host) and [`into_device`](Self::into_device) make a buffer of the tensor. They check all that can be checked.
 pub struct Tensor {
     managed: Managed,
     /// A copy of the `DLTensor` in `managed`.
@@ -287,7 +287,7 @@ impl SliceOwner for Tensor {
 }
 
 impl<T: Element> HostTensor<T> {
-    /// The tensor that it was made of.
+    /// The tensor that this buffer was made of.
     pub fn into_tensor(self) -> Tensor {
         self.into_owner()
     }
