@@ -1,4 +1,4 @@
-//! Where the demo writes: lines, and a progress bar on a terminal.
+//! Where `demo`, `perf` and `tune` write: lines, and a progress bar on a terminal.
 
 use std::io::{self, IsTerminal, Write};
 

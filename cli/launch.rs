@@ -1,9 +1,10 @@
 //! The launcher: starts the ranks of one job, here or on several hosts, and ends when all of them have ended.
 //!
 //! What it promises:
-//! - Rank 0 inherits the listening socket of the rendezvous, so nobody else can take the port in between.
+//! - Rank 0 inherits the listening socket of the rendezvous, so nobody else can take the port between the launcher's choice of it and rank
+//!   0's start.
 //! - When a rank fails, the others are stopped after a time of grace, or work on, as `--on-failure` says; and the job may be started
-//!   anew. If the program of a rank has exited with a code other than 0, that is the launcher's exit code.
+//!   anew. The launcher exits with the first code other than 0 with which a rank's program exited; [`run`] has the exceptions.
 //! - No rank outlives the launcher, however the launcher ends, nor does a process that a rank has started. Such processes are found by
 //!   the rank's session, by the job's mark in their environment, and by the job's cgroup where the launcher may make one. If the
 //!   launcher is killed, its guard kills them. After a job that has ended well, a process that has made its own session may live on.
@@ -77,7 +78,7 @@ const FOREIGN: [&str; 17] = [
 /// A job: the same program once for each rank.
 #[derive(Clone, Debug)]
 pub(crate) struct Job {
-    /// Number of ranks on this host; at least 1.
+    /// Number of ranks, at least 1: those of this host, or in a job for [`remote::run`] those of all hosts.
     pub(crate) ranks: usize,
     /// The program; looked up in `PATH` if it has no slash.
     pub(crate) program: PathBuf,
@@ -313,9 +314,9 @@ fn command(job: &Job, part: &Part, local: usize) -> Command {
     command
 }
 
-/// Prepares a child: the system kills it when this thread ends, which waits for all children. The child gets its own session, its limit of
-/// descriptors, the socket `inherit`, the cores `place`, and the job's cgroup (through the file that [`Cgroup::make`](cgroup::Cgroup::make)
-/// opened).
+/// Prepares a child. The system kills the child when the thread that starts it ends; that thread is this one, which waits for all children.
+/// The child gets its own session, the limit of descriptors that the launcher inherited, the socket `inherit`, the cores `place`, and the
+/// job's cgroup (through the file that [`Cgroup::make`](cgroup::Cgroup::make) opened).
 fn survive_nobody(
     command: &mut Command,
     inherit: Option<&TcpListener>,

@@ -370,7 +370,7 @@ fn newest(recordings: Vec<Recording>) -> Vec<Recording> {
     by_world(recordings).into_values().flat_map(BTreeMap::into_values).collect()
 }
 
-/// By world and rank. Of two files of the same rank, the later one counts.
+/// Sorts the recordings by world and rank. Of several recordings of the same rank, the latest counts.
 fn by_world(recordings: Vec<Recording>) -> Worlds {
     debug_assert!(recordings.iter().all(|recording| recording.version == VERSION));
     let mut worlds = Worlds::new();
@@ -571,7 +571,7 @@ fn progress(
         last.entry(number).or_default().push(*rank);
     }
     for (number, behind) in last.into_iter().filter(|(number, _)| *number != Some(newest)) {
-        // The first operation after it that anybody called.
+        // The first operation after the last one of these ranks that anybody called.
         let next = calls.range(number.map_or(0, |number| number + 1)..).next();
         let Some((next, by_rank)) = next else { continue };
         let call = by_rank.values().next().map(|operation| operation.call.as_str()).unwrap_or_default();

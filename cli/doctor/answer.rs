@@ -15,7 +15,7 @@ pub(crate) struct Answer {
     pub(crate) answer: String,
     /// Details of the answer, in a few words; may be empty.
     pub(crate) remark: String,
-    /// All figures that the probe measured. The key of each is a name that ends with the figure's unit.
+    /// All figures that the probe measured. The key of each is its name, which ends with the unit if the figure has one.
     pub(crate) figures: BTreeMap<String, f64>,
 }
 

@@ -15,9 +15,10 @@ const STREAMS: usize = 40;
 const URGENT: usize = 12;
 /// When no further stream has come to its work for so long, those that have not come to theirs count as held up.
 const QUIET: Duration = Duration::from_millis(8);
-/// The same time where queues are counted. It is longer, and each try is made twice, because a busy host makes streams late, too.
+/// As [`QUIET`], for the tries by which queues are counted. On a busy host a stream may be late though nothing holds it up: so this time is
+/// longer, and each of these tries is made twice.
 const SURE: Duration = Duration::from_millis(20);
-/// After so long no further stream is blocked, if [`LEAST`] have been.
+/// After this time no further stream is blocked, if at least [`LEAST`] have been blocked by then.
 const LOOK: Duration = Duration::from_millis(1300);
 /// At least so many streams are blocked in turn, however long that takes.
 const LEAST: usize = 8;
@@ -79,7 +80,8 @@ pub(crate) fn queues(gpu: &'static Gpu) -> Result<Answer, Problem> {
     let is_urgent = |i: usize| i >= STREAMS;
     let start = Instant::now();
     let mut rows: Vec<(usize, Vec<bool>)> = Vec::new();
-    // First block one stream of each queue, while time is left: each that no earlier stream of its priority has held up.
+    // First blocks one stream of each queue, as far as time allows: a stream that none of the blocked streams of its priority has held up is in a
+    // queue of which no stream was blocked yet.
     for urgent in [false, true] {
         for i in (0..ALL).filter(|i| is_urgent(*i) == urgent) {
             let known = rows.iter().any(|(by, held)| is_urgent(*by) == urgent && held[i]);
@@ -117,7 +119,7 @@ pub(crate) fn queues(gpu: &'static Gpu) -> Result<Answer, Problem> {
         .with("highest_priority_shares", f64::from(crosses)))
 }
 
-/// A new stream that goes on while `waiting` waits for the gate to show `round`, if there is one among a few.
+/// Makes a few streams, and returns one that goes on while `waiting` waits for the gate to show `round`. `None`: `waiting` holds all of them up.
 pub(crate) fn stream_beside(waiting: &Stream, gate: &Gate, round: u32) -> Result<Option<Stream>, Problem> {
     const TRIES: usize = 6;
     let gpu = waiting.gpu;
@@ -136,7 +138,7 @@ pub(crate) fn stream_beside(waiting: &Stream, gate: &Gate, round: u32) -> Result
     Ok(found.and_then(|found| streams.into_iter().nth(found)))
 }
 
-/// Work is put on a waiting stream at most so many times, and launches for at most so long.
+/// The most calls that put work on a waiting stream (`MOST`), and how long launches are put on one at most (`FILLING`).
 const MOST: u32 = 20_000;
 const FILLING: Duration = Duration::from_millis(1000);
 /// An enqueueing call that does not return for so long counts as blocked.

@@ -27,15 +27,15 @@ fn call<T, E: Into<Problem>>(call: impl FnOnce() -> Result<T, E> + Send + 'stati
     Ok(Box::new(move || call().map(drop).map_err(Into::into)))
 }
 
-/// Memory of the host's for a call.
+/// Host memory that a call works on.
 struct Host(*mut c_void);
-// SAFETY: an address that one thread after the other uses.
+// SAFETY: only an address, of memory that belongs to the process; one thread at a time uses it.
 unsafe impl Send for Host {}
 
 impl Host {
     /// Pinned by the driver.
     fn pinned(gpu: &Gpu) -> Result<Host, CudaError> {
-        // SAFETY: in a context.
+        // SAFETY: this thread has a current context.
         unsafe { gpu.cuda.mem_host_alloc(HOST_MEMORY, CU_MEMHOSTALLOC_PORTABLE) }.map(Host)
     }
 
@@ -132,7 +132,7 @@ pub(crate) fn behind_a_wait(gpu: &'static Gpu) -> Result<Answer, Problem> {
     let other: &'static Stream = Box::leak(Box::new(beside.map_or_else(|| gpu.stream(), Ok)?));
     let (mut waits, mut failed) = (Vec::new(), Vec::new());
     for (round, (name, prepare)) in (2..).zip(CALLS) {
-        // Once while nothing waits: the driver does its one-time work, and shows how long the call takes.
+        // The call is made a first time while nothing waits: then the driver does its one-time work, and it is seen how long the call takes.
         step(&format!("{name}, freely"));
         let free = Aside::new(gpu, prepare(gpu, other, 0)?)?;
         free.go()?;

@@ -8,14 +8,15 @@ use super::driver::{Gate, Gpu, Problem, Word, problem, soon};
 use super::process::Second;
 use super::shared::Shared;
 
-/// Trips there and back in a round, without the host in between. What they put on a stream before it may run fits a queue of a hundred.
+/// Trips there and back in a round. All their waits and writes are put on the streams before the first trip begins, so that the hosts have no part in
+/// what is timed: 50 on this process's stream, 100 on the other's ([`AHEAD`]), for which a stream has room.
 const TRIPS: u32 = 25;
-/// The second process puts at most so many trips on its stream before they are made.
+/// The most trips that are on the second process's stream and not made yet.
 const AHEAD: u32 = 2 * TRIPS;
 /// A word for each direction, and one that tells the second process that the probe is over.
 const WORDS: usize = 3;
 const MOST_ROUNDS: u32 = 40;
-/// For all rounds.
+/// How long all rounds together may take.
 const LIMIT: Duration = Duration::from_millis(1500);
 
 pub(crate) fn hop(gpu: &'static Gpu, mut second: Second) -> Result<Answer, Problem> {
@@ -44,7 +45,7 @@ pub(crate) fn hop(gpu: &'static Gpu, mut second: Second) -> Result<Answer, Probl
         gate.0.set(round);
         let all = soon(LIMIT.saturating_sub(start.elapsed()), || there.get() >= first + TRIPS);
         let passed = us(begin.elapsed());
-        // The first write of a round waits for no hop: `here` shows its number already. Each later one takes two.
+        // `here` already shows the number that a round's first trip waits for, so the first write to `there` takes no hop. Each later one takes two.
         let made = 2 * there.get().saturating_sub(first + 1).min(TRIPS - 1);
         hops += made;
         if made > 0 {

@@ -38,7 +38,7 @@ pub(crate) fn ask(facts: &Facts, device: usize, end: Instant) -> Outcome {
     }
 }
 
-/// The daemon, with folders of its own. It runs in the foreground, and so is a child of this process; when this is dropped, it is ended.
+/// The daemon, with folders of its own. It runs in the foreground, and so stays a child of this process. Dropping this value ends the daemon.
 struct Daemon {
     control: PathBuf,
     folder: tempfile::TempDir,

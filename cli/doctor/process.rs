@@ -1,4 +1,4 @@
-//! Runs each probe as a process, and waits for its answer no longer than a time limit; and the second process that some probes start.
+//! Runs each probe as a process, and waits for its answer up to a time limit. Here is also [`Second`], the second process that some probes start.
 
 use std::ffi::OsString;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -73,7 +73,7 @@ impl Drop for Group {
         if let Some(group) = i32::try_from(self.0.id()).ok().and_then(Pid::from_raw) {
             let _ = kill_process_group(group, Signal::KILL);
         }
-        // A process that is stuck in the driver's kernel module does not end; it is not waited for any longer than this.
+        // A process that is stuck in the driver's kernel module does not end, so the wait has a limit.
         let _ = ended(&mut self.0, LEAVING);
     }
 }

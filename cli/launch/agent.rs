@@ -55,7 +55,7 @@ pub(super) struct Order {
     pub(super) logs: Option<OsString>,
     pub(super) policy: Policy,
     pub(super) bind: Bind,
-    /// Address and port of rank 0's rendezvous. Rank 0's agent opens the port (any free one if it is 0), and tells it in its greeting.
+    /// Address and port of rank 0's rendezvous. Rank 0's agent opens the port (any free one if this is 0), and its greeting tells which one.
     pub(super) address: String,
     pub(super) port: u16,
     pub(super) token: OsString,

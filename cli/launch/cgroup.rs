@@ -12,9 +12,9 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal};
 
-/// The file with the numbers of a cgroup's processes. A process whose number is written to it moves there, with 0 the writer itself.
+/// The file with the numbers of a cgroup's processes. Writing a process's number to it moves that process to the cgroup; 0 moves the writer itself.
 const PROCESSES: &str = "cgroup.procs";
-/// How many times to look for processes again: one may have been started while others were killed.
+/// How many times [`Cgroup::kill`] looks for processes at most: some may have been started while others were killed.
 const ROUNDS: usize = 20;
 /// How long to try to remove a cgroup whose processes have just been killed.
 const PATIENCE: Duration = Duration::from_secs(1);
@@ -29,7 +29,7 @@ impl Cgroup {
     /// The cgroup of the job with this mark, below that of this process. It is not made yet.
     ///
     /// # Errors
-    /// The system has none of version 2, or this process cannot see its own.
+    /// The system has no cgroups of version 2, or this process cannot see its own.
     pub(super) fn of(mark: &str) -> io::Result<Cgroup> {
         let own = fs::read_to_string("/proc/self/cgroup")?;
         let mounts = fs::read_to_string("/proc/self/mountinfo")?;
@@ -38,7 +38,7 @@ impl Cgroup {
         Ok(Cgroup { path: own.join(format!("allstream-{mark}")) })
     }
 
-    /// The one at this path, which another process has made.
+    /// The cgroup at this path, which another process makes.
     pub(super) fn at(path: &str) -> Cgroup {
         Cgroup { path: path.into() }
     }
@@ -47,10 +47,10 @@ impl Cgroup {
         &self.path
     }
 
-    /// Makes it. What comes back is open for writing: a process that writes `0` to it moves into the cgroup.
+    /// Makes the cgroup. A process that writes `0` to the file that is returned moves into the cgroup.
     ///
     /// # Errors
-    /// This process may not make it, or may move no process to it. Then there is none.
+    /// This process may not make the cgroup, or may move no process to it. Then no cgroup is left.
     pub(super) fn make(&self) -> io::Result<File> {
         // The system asks for this right, too, when a process moves from the launcher's cgroup to the new one.
         let may_move = self.path.with_file_name(PROCESSES);
@@ -58,7 +58,7 @@ impl Cgroup {
         fs::create_dir(&self.path)?;
         let usable = || {
             let kind = fs::read_to_string(self.path.join("cgroup.type"))?;
-            // Below a cgroup of threads a new one takes no processes.
+            // Below a threaded cgroup the system makes only cgroups that take no processes.
             if kind.trim_end() != "domain" {
                 return Err(io::Error::other(format!("it would be a cgroup of type {}", kind.trim_end())));
             }
@@ -67,7 +67,7 @@ impl Cgroup {
         usable().inspect_err(|_| _ = fs::remove_dir(&self.path))
     }
 
-    /// Kills all processes in it, and what they start meanwhile.
+    /// Kills all processes in the cgroup, and what they start meanwhile.
     pub(super) fn kill(&self) {
         // Linux 5.14 and later: all at once, and nothing that forks escapes.
         if fs::write(self.path.join("cgroup.kill"), "1").is_ok() {
@@ -89,22 +89,22 @@ impl Cgroup {
         }
     }
 
-    /// Removes it, with what is below it. Fails as long as a process in it lives. Whether it is gone.
+    /// Removes the cgroup and those below it, which the system allows once no process in them lives. Returns whether the cgroup is gone.
     pub(super) fn remove(&self) -> bool {
         self.tree().iter().for_each(|cgroup| _ = fs::remove_dir(cgroup));
         !self.path.exists()
     }
 
-    /// Removes it at the end of a job, with what is below it. Processes that may outlive the job go back to the launcher's cgroup.
+    /// Removes the cgroup and those below it at the end of a job. Processes that may outlive the job go back to the launcher's cgroup.
     pub(super) fn leave(&self) {
         let end = Instant::now() + PATIENCE;
         while !self.remove() && Instant::now() < end {
-            // Also those of the cgroups that a rank has made below: as long as one of them has a process, none above it can be removed.
+            // A rank may have made cgroups below. Their processes go, too: a cgroup cannot be removed as long as one below it has a process.
             for pid in self.tree().iter().flat_map(|cgroup| processes(cgroup)) {
                 // Where this fails, the process has ended, or is looked for again.
                 let _ = fs::write(self.path.with_file_name(PROCESSES), pid.as_raw_nonzero().to_string());
             }
-            // What was killed just now is still on its way out.
+            // Processes that were just killed need a moment to end.
             thread::sleep(Duration::from_millis(2));
         }
     }
@@ -133,7 +133,7 @@ fn processes(cgroup: &Path) -> Vec<Pid> {
 /// The directory of the cgroup that /proc/PID/cgroup names, by the mounts that /proc/PID/mountinfo lists.
 fn own_cgroup(cgroup: &str, mounts: &str) -> Option<PathBuf> {
     let own = Path::new(cgroup.lines().find_map(|line| line.strip_prefix("0::"))?);
-    // It is above what this process sees of the tree.
+    // The cgroup is outside the part of the tree that this process sees.
     if own.components().any(|part| part == std::path::Component::ParentDir) {
         return None;
     }
@@ -174,7 +174,7 @@ mod tests {
         }
     }
 
-    /// A cgroup with a sleeping process, and one below it with another. `None`, and a line that says why: this process may not make one.
+    /// A cgroup with a sleeping process, and one below it with another. If this process may not make cgroups, says why and returns `None`.
     fn with_sleepers(name: &str) -> Option<(Cgroup, [Child; 2])> {
         let cgroup = Cgroup::of(&format!("test-{name}-{}", std::process::id()));
         let made = cgroup.and_then(|cgroup| cgroup.make().map(|_| cgroup));

@@ -5,8 +5,8 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, ToSocketAddr
 
 use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
 
-/// How many connections may wait until rank 0 takes them: enough for all ranks to come at once. (The standard library asks for 128: where more come
-/// at once, the system drops their first packets, and they come again a second or more later.)
+/// How many connections may wait until rank 0 takes them: enough for all ranks to connect at once. (The standard library asks for 128. If more
+/// ranks connect at once, the system drops the first packets of the rest, who send them again a second or more later.)
 const QUEUE: i32 = 4096;
 
 /// Opens a port at this address. At `[::]` it takes IPv4 as well.
@@ -17,7 +17,8 @@ pub(super) fn open(address: SocketAddr) -> io::Result<TcpListener> {
     Ok(listener)
 }
 
-/// A socket bound to `[::]` that takes IPv4 as well once it listens, also where the system's setting `net.ipv6.bindv6only` gives new sockets IPv6 alone.
+/// A socket bound to `[::]` that takes IPv4 as well once it listens, also where the system's setting `net.ipv6.bindv6only` gives new sockets
+/// IPv6 alone.
 fn bind_to_all(address: SocketAddr) -> io::Result<TcpListener> {
     let socket =
         rustix::net::socket_with(AddressFamily::INET6, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;

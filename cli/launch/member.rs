@@ -21,7 +21,8 @@ const SSH_ENDED: i32 = 255;
 pub(super) enum End {
     /// By itself, with this code.
     Own(i32),
-    /// With this code: a signal has ended it (or a rank of an agent, as the agent's exit code says), or the connection to it has ended.
+    /// Not by itself: a signal ended the process (or, as an agent's exit code says, one of the agent's ranks), or the connection to the
+    /// agent ended. The code is 128 + signal, or ssh's.
     Lost(i32),
 }
 
@@ -48,8 +49,8 @@ pub(super) enum Kind {
 pub(super) struct Agent {
     pub(super) host: String,
     pub(super) ranks: Range<usize>,
-    /// What is sent here, a thread writes to the agent's stdin. Dropping this closes that stdin: nobody else holds it for longer than it takes
-    /// to send.
+    /// A thread writes to the agent's stdin what is sent here. Dropping this makes that thread close the agent's stdin: the sinks of
+    /// [`Member::stdin_sink`] hold the sender only while they send.
     pub(super) orders: Option<Arc<Sender<Said>>>,
     pub(super) greeted: bool,
     /// The agent has ended, and its greeting may still be on its way.
@@ -103,7 +104,7 @@ impl Member {
         matches!(&self.kind, Kind::Agent(agent) if !agent.greeted)
     }
 
-    /// To be called when the member has ended. Whether it is an agent whose greeting has not come, and this is the first call.
+    /// To be called when the member has ended. Returns whether it is an agent whose greeting has not come, and this is the first call.
     pub(super) fn has_ended_unheard(&mut self) -> bool {
         match &mut self.kind {
             Kind::Agent(agent) if !agent.greeted => !std::mem::replace(&mut agent.may_have_greeted, true),

@@ -7,10 +7,10 @@ use rustix::process::{Pid, Signal};
 
 /// The variable that marks a job's processes.
 pub(super) const MARK: &str = "ALLSTREAM_JOB";
-/// How often [`kill`] looks again for processes, which others may have started while they were being killed.
+/// How many times [`kill`] looks for processes at most: some may have been started while others were killed.
 const ROUNDS: usize = 20;
 
-/// How often [`takes`] looks again at a process that has blocked all signals, 2 ms apart.
+/// How many times [`takes`] looks at a process that has blocked all signals, 2 ms apart.
 const STARTING: usize = 10;
 
 /// A process, as /proc describes it.

@@ -160,7 +160,7 @@ impl Stream {
                 self.line.clear();
                 return;
             }
-            // Added here, as the greeting clears the prefix, and may come before this line is shown.
+            // The prefix is added here and not in `show`: before this line is shown, the greeting may come and clear the prefix.
             whole.extend_from_slice(&self.prefix);
         }
         let starved = |line: &[u8]| NO_INPUT.iter().any(|text| line.starts_with(text));
@@ -231,7 +231,7 @@ impl Stream {
             }
             let prefix: &[u8] = if self.greeting.is_some() { b"" } else { &self.prefix };
             for piece in text.split_inclusive(|byte| matches!(byte, b'\n' | b'\r')) {
-                // A progress bar writes a carriage return before its text or after it: alone, that gets no prefix.
+                // A progress bar writes a carriage return before its text or after it. A carriage return alone gets no prefix.
                 let is_bare = piece == b"\r" && self.at != At::Within;
                 if !is_bare && (self.at == At::Start || (self.at == At::Return && piece != b"\n")) {
                     out.extend_from_slice(prefix);
@@ -292,7 +292,8 @@ impl Screen {
     }
 }
 
-/// Ends a line on stderr that has no end yet, so that the launcher can write one of its own.
+/// What the launcher has to write on stderr before a line of its own: a line feed if the last line there has no end yet. That line then counts
+/// as ended.
 pub(super) fn end_open_line() -> &'static [u8] {
     let mut screen = Screen::lock();
     let place = screen.place(Output::Stderr);

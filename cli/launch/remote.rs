@@ -130,7 +130,7 @@ fn local() -> io::Result<Command> {
     Ok(command)
 }
 
-/// The command that starts the agent of another host. Of all that the user gives, the shell there sees only the path of `allstream`.
+/// The command that starts the agent of another host. The shell there sees only the words that start `allstream`, and nothing of the user's program.
 fn over_ssh(hosts: &Hosts, host: &Host) -> io::Result<Command> {
     let invalid = |problem: &str| io::Error::new(io::ErrorKind::InvalidInput, problem);
     let (ssh, options) = hosts.ssh.split_first().ok_or_else(|| invalid("--ssh names no command"))?;

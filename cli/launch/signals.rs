@@ -50,7 +50,7 @@ pub(super) fn ends(signal: i32) -> bool {
 }
 
 /// Turns signals into events as long as this value lives. Before and afterwards, signals that end a job have their default effect: they end
-/// this process. Afterwards the other signals that it took do nothing.
+/// this process. Afterwards the other signals that this value has handled do nothing.
 pub(super) struct SignalThread {
     handle: signal_hook::iterator::Handle,
     by_default: &'static AtomicBool,
@@ -71,7 +71,7 @@ impl SignalThread {
                 let _ = events.send(Event::Signal(signal));
             }
         })?;
-        // Last: signals keep their default effect until a thread takes them, and where no thread could be started.
+        // Last, so that signals have their default effect until a thread takes them, and keep it if no thread can be started.
         by_default.store(false, Ordering::SeqCst);
         Ok(Self { handle, by_default })
     }
@@ -79,7 +79,7 @@ impl SignalThread {
 
 impl Drop for SignalThread {
     fn drop(&mut self) {
-        // First: between the two a signal would do nothing at all.
+        // First: if the handle were closed before, a signal between the two calls would do nothing at all.
         self.by_default.store(true, Ordering::SeqCst);
         self.handle.close();
     }

@@ -157,7 +157,8 @@ impl Queue {
     }
 }
 
-/// A queue into which stdin is read. Its drop queues the end: when the sinks are replaced, the threads that write for the ranks before end.
+/// A queue into which stdin is read. Dropping this queues the end of stdin: when a restart replaces the sinks, the threads that write to the
+/// former ranks end.
 struct Written(Arc<Queue>);
 
 impl Drop for Written {

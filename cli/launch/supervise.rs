@@ -423,12 +423,13 @@ impl Launcher<'_> {
     fn kill(&mut self) {
         for member in &mut self.members {
             match &mut member.kind {
-                // Closes the agent's stdin, whichever host it is on: then it kills its ranks. Before its greeting, perhaps nobody reads that stdin.
+                // Closes the agent's stdin, on whichever host the agent is: then the agent kills its ranks. Before the greeting there may be nobody
+                // who reads that stdin, so such an agent's process is killed, as a rank's is.
                 Kind::Agent(agent) if agent.greeted => drop(agent.orders.take()),
                 _ => member.signal(Signal::KILL),
             }
         }
-        // Agents do the same on their hosts when their stdin ends.
+        // This is for the ranks of this host; agents do so for theirs when their stdin ends.
         self.guard.kill(&self.rank_sessions());
         self.phase = Phase::Killed(Instant::now() + KILL_TO_GIVE_UP);
     }

@@ -319,7 +319,7 @@ impl Value for bool {
         expected != 0.0
     }
     fn average(sum: u64, _: usize) -> f64 {
-        // Truth values have no average: `reduce_bools` is asked for theirs.
+        // Never called: `reduce_bools` is the oracle of truth values.
         f64::from(u8::from(sum != 0))
     }
     fn is(self, expected: f64, _: usize) -> bool {

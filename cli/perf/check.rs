@@ -5,7 +5,7 @@
 
 use super::case::{Case, PERIOD, Value};
 
-/// Elements that are compared at a time: a whole number of periods, so that each slice of a block begins at the start of a period.
+/// The most elements that are compared at a time: a whole number of periods, so that the next slice of a block begins at the start of a period.
 const PATTERN: usize = 64 * PERIOD;
 
 /// How many elements of a rank's result are wrong.
@@ -23,8 +23,8 @@ pub(crate) struct Check<'a, T> {
     block: Option<usize>,
     /// What the elements of the block must be, from its first one on: at most `PATTERN` of them.
     expected: Vec<f64>,
-    /// The values of the element type that are nearest to `expected`, and whether all of them pass the check themselves: not if the type
-    /// cannot hold a number.
+    /// The values of the element type that are nearest to `expected`, and whether each of them passes the check (`all_pass`). A nearest value
+    /// does not pass if the type cannot hold the expected number.
     nearest: Vec<T>,
     all_pass: bool,
 }

@@ -1,4 +1,5 @@
-//! Times operations: in each round, after a barrier, all ranks run some back to back. The slowest rank's time counts, the median over rounds.
+//! Times operations: in each round, after a barrier, all ranks run some back to back. In each round the slowest rank's time counts; the result is
+//! the median over the rounds.
 
 use std::cell::Cell;
 use std::pin::{Pin, pin};
@@ -20,7 +21,7 @@ use super::time::Time;
 #[derive(Debug)]
 pub(crate) struct Effort {
     pub(crate) algo: Algo,
-    /// Timed operations of each size. `None`: the size decides; on a device without `--join`, an untimed round.
+    /// Timed operations of each size. `None`: the size decides how many; on a device without `--join`, an untimed round does.
     pub(crate) iters: Option<usize>,
     /// Untimed operations before the timed ones.
     pub(crate) warmup: Option<usize>,
@@ -34,7 +35,7 @@ pub(crate) struct Effort {
     pub(crate) memory: Memory,
     /// `--join`: the device stream of the buffers waits for each operation, and the host only for the last of a group.
     pub(crate) joins: bool,
-    /// Where ranks are threads of one process, which may share a device: by this they wait for each other before a join.
+    /// If ranks are threads of one process, which may share a device: this rank's seat in the meeting where they wait for each other before a join.
     pub(crate) seat: Option<Rc<Seat>>,
     /// The device's clock, if the device runs the operations.
     pub(crate) clock: Option<Rc<Clock>>,
@@ -53,7 +54,8 @@ const BUDGET: usize = 200_000_000;
 /// and the most rounds; and the most operations.
 ///
 /// A table of 4 KB, 64 KB, 16 MB and 256 MB by 8 threads on an H100 then takes about 3 s. This is an estimate, as no H100 has run it. It
-/// assumes that a wait for the device costs 1 ms, and that the device copies 1.3 TB/s.
+/// assumes that a wait for the device costs 1 ms, and that the device copies 1.3 TB/s. It counts refreshes for both forms, though only the form
+/// in place needs them.
 /// - Small operations take 0.1 to 0.2 ms, so 500 of them 0.1 s, and 25 refreshes 25 ms: for 2 sizes of 2 forms, 0.5 s.
 /// - 16 MB: 0.3 ms and 1 ms for a refresh, 25 rounds of both: for 2 forms, 0.1 s.
 /// - 256 MB: 2 ms, and 3 ms to refresh 2 GB for all ranks, 25 rounds of both: for 2 forms, 0.3 s.
@@ -102,7 +104,7 @@ impl Effort {
         self.memory.stream().filter(|_| self.joins || self.by_events.get())
     }
 
-    /// Runs operations to their end. In a round that blocks in `.wait()`, the future never pends.
+    /// Runs operations to their end. In a round that blocks in `.wait()`, the future is ready when it is first polled.
     fn run<T>(&self, operations: impl Future<Output = Result<T, Error>>) -> Result<T, Error> {
         let mut result = Err(invalid("the operations were not run to their end"));
         self.block_on(pin!(async { result = operations.await }));
@@ -193,7 +195,7 @@ pub(crate) fn measure(comm: &mut Comm, case: &Case, effort: &Effort) -> Result<(
         let mut timed = together(comm, made)?;
         time(comm, case, effort, &mut timed)?
     };
-    // The buffers are gone: there may be no room for those of both forms.
+    // The buffers of the first form are dropped by now, as there may be no room for those of both forms.
     if !case.what.in_place() {
         return Ok((out, None));
     }
@@ -418,7 +420,7 @@ fn time(comm: &mut Comm, case: &Case, effort: &Effort, timed: &mut dyn Timed) ->
             stream.synchronize()?;
         }
         let seconds = start.elapsed().as_secs_f64() / group as f64;
-        // Where ranks share cores, a rank that has ended would fill its buffer on a core that another one still needs.
+        // Where ranks share cores, a rank that has finished the round would fill its buffer on a core that another rank still needs.
         comm.barrier().wait()?;
         if round >= warmup {
             mine[way].push(seconds);
@@ -470,7 +472,7 @@ fn by_events(
         timed.fill(comm, false)?;
         comm.barrier().wait()?;
         // Without --join the rank is bound to this stream, so a join returns only when all ranks have called and the operation is
-        // on the stream. Else the stream would wait for an operation that is not there yet, and could hold up other ranks' streams.
+        // on the stream. If it returned earlier, the stream would wait for work that is on no stream yet, and could hold up other ranks' streams.
         effort.by_events.set(true);
         clock.start()?;
         let run = timed.run(comm, count);

@@ -1,8 +1,9 @@
 //! The buffers on which collectives are timed: of any type, in the user's own memory, in the arena, or on a device. Only the code that reads
 //! or writes their values is compiled for each type; the code that is timed is not.
 //!
-//! An input on a device is made once: the host copies its beginning there, and the device makes the rest by copies. The device also keeps a
-//! second copy, from which it refreshes the input before every round. A result is fetched and compared a piece at a time.
+//! An input on a device is made once: the host copies its beginning there, and the device makes the rest by copies. An operation in place
+//! overwrites its input: for these the device keeps a second copy, from which it refreshes the input before every round. A result is fetched
+//! and compared a piece at a time.
 
 use allstream::cuda::{DeviceBuf, DeviceStream, PinnedBuf};
 use allstream::{AnyBuf, Buf, Comm, DType, Error, bf16, f8e4m3, f8e5m2, f16};

@@ -118,7 +118,7 @@ impl Rows<'_> {
         thread
     }
 
-    /// Says what the viewer writes beside the row of this number, and in which place among the rows it draws it.
+    /// Tells the viewer what to write beside the row with the number `thread`, and in which place among the rows to draw that row.
     fn call(&mut self, thread: usize, place: usize, name: &str) {
         for (event, args) in
             [("thread_name", json!({ "name": name })), ("thread_sort_index", json!({ "sort_index": place }))]
@@ -128,8 +128,8 @@ impl Rows<'_> {
         }
     }
 
-    /// An operation that ran from and to these times, in the first row for operations that is free by then: in one row the viewer would draw an
-    /// operation as a part of another that has not ended. Called in the order of the times at which they began.
+    /// Adds an operation that ran from `from` to `to`, in the first row for operations that is free at `from`: if a row had two operations at the
+    /// same time, the viewer would draw one as a part of the other. To be called for the operations in the order in which they began.
     fn operation(&mut self, name: &str, (from, to): (f64, f64), args: Value) {
         let free = self.lanes.iter().position(|(_, until)| *until <= from);
         let lane = free.unwrap_or_else(|| {

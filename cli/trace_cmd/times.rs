@@ -139,8 +139,8 @@ pub(super) fn times(
     all
 }
 
-/// The host on which more of these ranks run than there are cores that they may use, if there is one: its name, ranks and cores. Ranks that are bound
-/// apart have all their cores together.
+/// The host on which more of these ranks run than there are cores that they may use, if there is one: its name, ranks and cores. If ranks are
+/// bound to different cores, the cores of all of them count.
 fn crowded(files: &BTreeMap<usize, Recording>, members: &[usize]) -> Option<(String, usize, usize)> {
     let mut hosts: BTreeMap<u32, Vec<&Recording>> = BTreeMap::new();
     for file in members.iter().filter_map(|member| files.get(member)) {
@@ -148,7 +148,7 @@ fn crowded(files: &BTreeMap<usize, Recording>, members: &[usize]) -> Option<(Str
     }
     let of_host = |files: Vec<&Recording>| {
         let together: BTreeSet<usize> = files.iter().flat_map(|file| &file.core_numbers).copied().collect();
-        // A recording without the numbers has how many cores there are.
+        // A recording that lacks the cores' numbers still says how many cores there are.
         let least = if files.iter().any(|file| file.core_numbers.is_empty()) { files[0].cores } else { 0 };
         (files[0].host.clone(), files.len(), together.len().max(least))
     };

@@ -130,7 +130,8 @@ fn be_one(args: &TuneArgs, output: &Path) -> Result<Exit, BoxError> {
 fn as_rank(args: &TuneArgs, class: LinkClass) -> Result<Option<Found>, BoxError> {
     let runtime = perf::runtime()?;
     let rendezvous = Rendezvous::from_env()?.tuning(None);
-    // Under a user's launcher `tcp` means the links of other jobs: in a host the nearest, between hosts TCP, or RDMA if all have it.
+    // Under a user's launcher `tcp` means the links that any other job gets there: in a host the nearest, between hosts TCP, or RDMA if all hosts
+    // have it.
     let as_it_is = class == LinkClass::TCP && !args.worker;
     let rendezvous = if as_it_is { rendezvous } else { rendezvous.link(class.into()) };
     let mut comm = runtime.block_on(Comm::connect(rendezvous))?;
@@ -140,7 +141,7 @@ fn as_rank(args: &TuneArgs, class: LinkClass) -> Result<Option<Found>, BoxError>
                 .into(),
         );
     }
-    // What is measured is stored as times of the links between hosts that there are.
+    // The times are stored for the class of link that the job really has between its hosts, which `links` names last: TCP or RDMA.
     let class = comm.links().pop().filter(|_| as_it_is).unwrap_or(class);
     let found = measure(&mut comm, args, class)?;
     let is_first = comm.rank() == 0;
@@ -281,7 +282,7 @@ impl Found {
             }
             Ok(())
         };
-        // Each fit changes what the others should have found a little, so all are repeated.
+        // Each figure that is fitted changes the best values of the other figures a little, so all fits are repeated.
         for _ in 0..3 {
             fit(least, Algo::Ring, |figures, us| figures.latency_us = us, (0.01, 1e5))?;
             fit(least, Algo::OneShot, |figures, us| figures.frame_us = us, (0.01, 1e5))?;
@@ -307,7 +308,8 @@ fn table(found: &[Found]) -> Result<Table, BoxError> {
             }
         }
     }
-    // Other numbers of ranks are predicted with the figures of the nearest measured number; not across hosts, as their number would differ.
+    // The times of other numbers of ranks are predicted with the figures of the nearest number that was measured; only for ranks of one host, since
+    // more ranks might also be more hosts.
     let apart = |f: &Figures, ranks: usize| ((f.group.ranks as f64).ln() - (ranks as f64).ln()).abs();
     for ranks in PREDICTED {
         let measured: BTreeSet<_> = figures.iter().map(|f| f.group.link).collect();

@@ -12,7 +12,7 @@ use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 
 const BLOCK: usize = 128 << 10;
 
-/// One reduction: of how many inputs, to how many outputs, the first of which may be the first input.
+/// One reduction: type, operator, how many inputs, how many outputs, and whether the first output is the first input (in place).
 struct Case(DType, ReduceOp, usize, usize, bool);
 
 fn cases() -> Vec<Case> {

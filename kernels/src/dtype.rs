@@ -162,7 +162,7 @@ macro_rules! elements {
     ($($t:ty => $d:ident),* $(,)?) => {$(
         const _: () = assert!(size_of::<$t>() == DType::$d.size());
         // SAFETY: a primitive number or bool, or a transparent wrapper of a u16 or a u8: no padding, no pointers,
-        // and every bit pattern is valid (but of bool, which is exempt). The size is asserted above.
+        // and every bit pattern is valid (except for `bool`, which the trait exempts). The size is asserted above.
         unsafe impl Element for $t {
             const DTYPE: DType = DType::$d;
         }

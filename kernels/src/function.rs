@@ -45,8 +45,8 @@ struct Inner<T: Element> {
 }
 
 impl<T: Element> Drop for Inner<T> {
-    /// The last to have the function may be a thread that drives operations, and that many wait for. So a panic in the drop of what the function
-    /// has captured (which stderr reports) ends here.
+    /// Drops the user's function and what it has captured. If that panics, the panic is reported on stderr and goes no further: the thread
+    /// that drops the last share of the function may be one that drives operations, for which many others wait.
     fn drop(&mut self) {
         let f = self.f.take();
         let _ = catch_unwind(AssertUnwindSafe(|| drop(f)));

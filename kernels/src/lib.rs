@@ -32,14 +32,14 @@
 //! **Floats.** `f32` is computed in `f32` and `f64` in `f64`, one rounding per operation,
 //! never fused. The small floats, `f16`, `bf16`, `f8e4m3` and `f8e5m2`, are widened to
 //! `f32`, computed there across all operands of one call, and rounded once at the end, to
-//! nearest even; subnormals are kept. An average is the sum; when it is finished, it is
-//! divided in the type that is computed in, by the divisor as a float of that type (of small
-//! floats: before that one rounding).
+//! nearest even; subnormals are kept. An average is the sum; when the average is finished, the
+//! sum is divided by the divisor. The type that the sum was computed in is also that of the
+//! divisor and of the division. Small floats are divided before they are rounded that one time.
 //!
 //! **Overflow.** A result too large for its type is an infinity. `f8e4m3` has no infinity: a
 //! result that would round to more than 448 is NaN there. This is OCP's non-saturating
 //! conversion and what PyTorch does with `float8_e4m3fn`; CUDA's `__nv_fp8_e4m3` stops at 448
-//! instead. It is NaN so that nobody takes a sum that left the range for a number.
+//! instead. NaN shows that a sum has left the range; 448 would look like a result.
 //! [`f8e4m3::from_f32`] and [`f8e5m2::from_f32`] give the same bits as PyTorch, except for the
 //! payload of an E5M2 NaN.
 //!
@@ -52,9 +52,9 @@
 //! operand makes the result NaN, and -0 is less than +0.
 //!
 //! **Finishing.** On the step that completes a reduction over its ranks, `finish` is a
-//! [`Finish`]. Only an average uses it: it divides the sum by the number of ranks `n`, or, if
-//! the operands are floats that were halved `h` times before, by `n / 2^h`. It divides in the
-//! type that is computed in. Without a [`Finish`], an average is a sum.
+//! [`Finish`]. Only an average uses it: the sum is divided by the number of ranks `n`, or, if
+//! the operands are floats that were halved `h` times before, by `n / 2^h`. Without a
+//! [`Finish`], an average is a sum.
 //!
 //! **Scale.** Every element is multiplied once: `f64` by the factor; all other floats, in
 //! `f32`, by the factor rounded to `f32`. Small floats are then rounded once, to nearest even.

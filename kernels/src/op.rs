@@ -28,7 +28,7 @@ pub enum ReduceOp {
 }
 
 /// How an average over `ranks` ranks is completed: the sum is divided by `ranks`. Each operand may have been halved `halved` times
-/// beforehand, to keep the sums on the way within the range of their type. Then the sum is divided by `ranks / 2^halved`.
+/// beforehand, to keep the sums on the way within the range of their type. In that case the sum is divided by `ranks / 2^halved`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Finish {
     /// How many ranks have given an operand.

@@ -7,7 +7,8 @@ use allstream_kernels::{DType, Element, Finish, ReduceOp, bf16, f8e4m3, f8e5m2, 
 /// Long enough for vectors and for a remainder.
 const LEN: usize = 67;
 
-/// Folds operands given as the bytes of one element each, by both ways and in every lane.
+/// Folds operands, each given as the bytes of one element. Asserts that the fast kernel and the oracle
+/// give the same, in every lane of a vector.
 fn fold_bytes(dtype: DType, op: ReduceOp, operands: &[&[u8]], finish: Option<Finish>) -> Vec<u8> {
     let size = dtype.size();
     let buffers: Vec<Vec<u8>> = operands.iter().map(|x| x.repeat(LEN)).collect();
@@ -90,7 +91,7 @@ fn fold_e5m2(op: ReduceOp, operands: &[u8]) -> u8 {
     fold(op, &operands).to_bits()
 }
 
-/// Scales a value by both ways and in every lane.
+/// Scales a value. Asserts that the fast kernel and the oracle give the same, in every lane of a vector.
 fn scaled<T: Bytes>(x: T, factor: f64) -> T {
     let mut fast = x.bytes().repeat(LEN);
     let mut slow = fast.clone();
@@ -227,13 +228,14 @@ fn eights_round_once() {
 
 #[test]
 fn eights_out_of_range() {
-    // 448 + 16 is half way to 480, which is not there: to even. Above that NaN, and the sign goes.
+    // 448 + 16 is half way from 448 to 480, which E4M3 does not have: it rounds to the even one, 448.
+    // What is above becomes NaN, without a sign.
     assert_eq!(fold_e4m3(Sum, &[0x7E, 0x58]), 0x7E);
     assert_eq!(fold_e4m3(Sum, &[0xFE, 0xD8]), 0xFE);
     assert_eq!(fold_e4m3(Sum, &[0x7E, 0x59]), 0x7F);
     assert_eq!(fold_e4m3(Sum, &[0xFE, 0xD9]), 0x7F);
     assert_eq!(fold_e4m3(Prod, &[0x7E, 0xFE]), 0x7F);
-    // In between all is f32: 448 + 448 - 448.
+    // Between the operands all is f32: 448 + 448 - 448 is 448.
     assert_eq!(fold_e4m3(Sum, &[0x7E, 0x7E, 0xFE]), 0x7E);
     // 57,344 + 4,096 is half way to 65,536: to even, infinity.
     assert_eq!(fold_e5m2(Sum, &[0x7B, 0x6C]), 0x7C);

@@ -161,7 +161,7 @@ impl Library {
         NonNull::new(unsafe { libc::dlsym(self.handle.as_ptr(), name.as_ptr()) })
     }
 
-    /// A symbol in one of its versions, for a loader (glibc's) that knows versions of symbols.
+    /// A symbol in the version that is asked for. Only glibc's loader can look up a version.
     #[cfg(target_env = "gnu")]
     fn symbol_of_version(&self, symbol: &str, version: &str) -> Option<NonNull<c_void>> {
         let (name, version) = (CString::new(symbol).ok()?, CString::new(version).ok()?);
@@ -169,7 +169,7 @@ impl Library {
         NonNull::new(unsafe { libc::dlvsym(self.handle.as_ptr(), name.as_ptr(), version.as_ptr()) })
     }
 
-    /// The symbol in the version that the library calls its default: other C libraries' loaders cannot be asked for another.
+    /// The symbol in the library's default version, whatever version is asked for: other loaders than glibc's cannot look up another one.
     #[cfg(not(target_env = "gnu"))]
     fn symbol_of_version(&self, symbol: &str, _version: &str) -> Option<NonNull<c_void>> {
         self.symbol(symbol)

@@ -28,8 +28,8 @@ macro_rules! code {
 
 macro_rules! modules {
     ($($(#[$doc:meta])* $name:ident $file:literal,)*) => {
-        /// A file of PTX, which is loaded as a whole. Split by type, so that a driver compiles little of what is not
-        /// used.
+        /// Kernels that are loaded together: a file of PTX, or of the machine code made from it. Kernels are split by
+        /// type, so that a driver loads or compiles little of what is not used.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
         pub enum Module {
             $($(#[$doc])* $name,)*
@@ -128,8 +128,8 @@ pub enum Kind {
     Scale,
     /// Copies: [`struct@Copy`].
     Copy,
-    /// Packs or unpacks, from the type given to this one: [`Pack`]. The same type twice is a multiplication; without
-    /// one, [`Kind::PackBytes`] is for every type.
+    /// Packs or unpacks, from the type that [`kernel`] is given to this one: [`Pack`]. With the same type on both sides
+    /// elements are only multiplied; if they are not to be multiplied either, [`Kind::PackBytes`] is for every type.
     PackTo(DType),
     /// Packs or unpacks bytes: [`Pack`].
     PackBytes,
@@ -178,7 +178,7 @@ fn float(dtype: DType) -> Option<Module> {
     })
 }
 
-/// The module for a fold, and the two parts of the kernel's name: what it is of, and what it does.
+/// The module for a fold, and two parts of the kernel's name: its elements (`f32`, `words`), and how it folds them (`sum`).
 fn fold(dtype: DType, op: ReduceOp) -> Option<(Module, &'static str, &'static str)> {
     if !op.supports(dtype) {
         return None;
@@ -251,13 +251,13 @@ impl Arguments {
     }
 }
 
-/// Threads of a block. Most kernels use 34 to 50 registers and none more than 70: four to six such blocks fit a
-/// multiprocessor, at least three. On an H200 a fold of 256 MB has 81 % of the memory's peak.
+/// Threads of a block. Most kernels use 34 to 50 registers, so four to six of their blocks fit a multiprocessor; no
+/// kernel uses more than 70, so three blocks of any fit. On an H200 a fold of 256 MB has 81 % of the memory's peak.
 pub const THREADS: u32 = 256;
 /// Elements that a block of `pack_*` takes at a time.
 const TILE: u64 = 8192;
 
-/// Blocks for so many pieces of work, each for a thread: no more than `ctas`, the number the caller wants at most.
+/// How many blocks to launch for this many pieces of work, one for each thread; at most `ctas`.
 fn blocks(pieces: u64, ctas: u32) -> u32 {
     let blocks = pieces.div_ceil(u64::from(THREADS));
     u32::try_from(blocks).unwrap_or(u32::MAX).min(ctas.max(1))

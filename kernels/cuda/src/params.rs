@@ -147,8 +147,8 @@ pub unsafe trait Params: std::marker::Copy {
 macro_rules! params {
     ($($t:ty: $size:expr;)*) => {$(
         const _: () = assert!(size_of::<$t>() == $size && align_of::<$t>() == 8);
-        // SAFETY: `repr(C)`, of fields without padding between them, which the size shows; a test compares it with the
-        // kernels'.
+        // SAFETY: `repr(C)`, of fields without padding between them, which the size shows; a test compares that size
+        // with the size of the kernels' parameter.
         unsafe impl Params for $t {}
     )*};
 }

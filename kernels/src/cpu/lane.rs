@@ -133,8 +133,8 @@ impl Lane for Truth {
     }
 }
 
-/// One operator on one type computed in. It is commutative to the bit, except for the payload of
-/// a NaN.
+/// An operator on values of `A`, a type that is computed in. Swapping the operands changes no bit
+/// of the result, except in the payload of a NaN.
 pub(super) trait Fold<A> {
     fn fold(a: A, b: A) -> A;
 }

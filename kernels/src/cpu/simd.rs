@@ -203,7 +203,7 @@ trait Isa {
     /// over `len` elements of `L`.
     unsafe fn scale<L: Scaled>(memory: *mut u8, start: usize, len: usize, factor: f64);
 
-    /// Scales the first part of the small floats, as far as there is a faster way than
+    /// Scales the first part of a buffer of small floats, as far as there is a faster way than
     /// [`Isa::scale`], and returns the element at which the rest starts.
     ///
     /// # Safety
@@ -320,17 +320,17 @@ unsafe fn scale_all<L: Scaled>(memory: *mut u8, start: usize, len: usize, factor
 
 /// Two inputs and one output, straight from memory to memory.
 ///
-/// LLVM guards a vectorised loop with a test that its pointers' ranges do not overlap. In
-/// place they do, and a scalar loop would do the work; so the case in place has a loop of its
-/// own, with one pointer less.
+/// LLVM guards a vectorised loop with a test that its pointers' ranges do not overlap, and runs
+/// a scalar loop if they do. In place, output and input are the same range. So that case has a
+/// loop of its own, with one pointer less, which passes the test.
 ///
 /// # Safety
 ///
 /// As [`fold_all`].
 #[inline(always)]
 unsafe fn pair<L: Lane, F: Fold<L::Acc>>(a: *const u8, b: *const u8, out: *mut u8, start: usize, len: usize) {
-    // Folding two is commutative, so the inputs can be swapped: if the output is one of them,
-    // it is `a`.
+    // Folding two is commutative, so the inputs can be swapped: from here on, if the output is
+    // one of them, it is `a`.
     let (a, b) = if ptr::eq(out, b) { (b, a) } else { (a, b) };
     if ptr::eq(out, a) {
         for i in start..len {

@@ -1,5 +1,5 @@
 //! Kernels with AVX2 for the floats of 8 and 16 bits. They convert by the instructions of F16C
-//! and, where there are none, by operations on bits; LLVM's vectoriser finds neither by
+//! and, where those do not serve, by operations on bits; LLVM's vectoriser finds neither by
 //! itself.
 
 use std::arch::x86_64::*;

@@ -119,8 +119,8 @@ impl CuStreamMemOp {
         self.value as u32
     }
 
-    /// Makes a wait flush the writes of other devices too: those that reached this device before the wait was met are visible to later work
-    /// on the stream. A write stays as it is.
+    /// Turns a wait into a wait with a flush: writes of other devices that reached this device before the wait was met are then visible to
+    /// later work on the stream. Does nothing to a write.
     pub fn flush(&mut self) {
         if self.is_wait() {
             self.flags |= CU_STREAM_WAIT_VALUE_FLUSH;

@@ -47,7 +47,7 @@ impl Nccl {
     /// interpreter's packages ([`look_in_packages`]) come first, unless a `libnccl.so.2` is loaded already. The first usable file is taken.
     ///
     /// # Errors
-    /// No file can be used: each is missing, lacks a function, or is older. The answer is kept: later calls get the same.
+    /// No file can be used: each is missing, lacks a function, or is older than version 2.14. The answer is kept: later calls get the same.
     pub fn get() -> std::result::Result<&'static Nccl, &'static Unavailable> {
         static NCCL: OnceLock<std::result::Result<Nccl, Unavailable>> = OnceLock::new();
         NCCL.get_or_init(|| Nccl::open(&places::files())).as_ref()
@@ -116,7 +116,7 @@ impl Nccl {
 
     #[cold]
     fn error(&self, call: &'static str, code: NcclResult) -> NcclError {
-        // SAFETY: `ncclGetErrorString` takes any code, and gives a string of its own that lives as long as it is loaded, or null.
+        // SAFETY: `ncclGetErrorString` takes any code. It returns null, or a string that stays as long as the library is loaded.
         let text = unsafe { (self.error_string)(code) };
         let text = match text.is_null() {
             true => "the library does not say more".into(),

@@ -8,8 +8,8 @@ use std::process::Command;
 
 use super::types::*;
 
-/// A structure's name in C; its size, in C and here; its alignment, in C and here; and for each field its path in C and its offset, in C
-/// and here.
+/// A structure's name in C; its size and its alignment, each as the number in C and the number here; and for each field its path in C, its
+/// offset in C, and its offset here.
 type Row = (&'static str, [usize; 2], [usize; 2], Vec<(&'static str, usize, usize)>);
 
 macro_rules! layouts {
