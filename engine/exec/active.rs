@@ -64,8 +64,8 @@ struct Current {
     /// How many pieces of the operation's memory have come, and how far the operation may go with these.
     arrived: usize,
     reach: Reach,
-    /// Since when its time limit counts: since the first look at the deadlines after its start. `None`: there was none yet. Most operations are over
-    /// before, and reading the clock takes longer than much else that a small operation does.
+    /// Since when its time limit counts: since the end of its first pass. `None`: there was none yet. Small operations are over with that pass, and
+    /// reading the clock takes longer than much else that they do.
     started: Option<Instant>,
 }
 
@@ -120,9 +120,9 @@ impl Active {
         Some((c.op.number, c.op.signature, c.op.timeout))
     }
 
-    /// Since when the operation's time limit counts: from `now` on, if nobody has asked before.
-    pub(crate) fn started(&mut self, now: Instant) -> Instant {
-        self.current.as_mut().map_or(now, |current| *current.started.get_or_insert(now))
+    /// Since when the operation's time limit counts, if there is an operation. The first who asks, after its first pass, reads the clock by `now`.
+    pub(crate) fn started(&mut self, now: impl FnOnce() -> Instant) -> Option<Instant> {
+        Some(*self.current.as_mut()?.started.get_or_insert_with(now))
     }
 
     /// The operation's time limit counts from here on.

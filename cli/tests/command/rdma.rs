@@ -187,7 +187,7 @@ pub(crate) fn on_host(
 }
 
 /// The arguments by which two ranks all_reduce buffers of this size, and each says how that ended.
-fn two_ranks(size: &str) -> [&str; 11] {
+pub(crate) fn two_ranks(size: &str) -> [&str; 11] {
     let command = env!("CARGO_BIN_EXE_allstream");
     ["run", "-n", "2", "--on-failure", "keep", "--", command, "perf", "all_reduce", "--sizes", size]
 }

@@ -2,7 +2,7 @@
 
 use test_support::verbs::{TWO_PORTS, library};
 
-use crate::rdma::{goes_over, is_right_with, on_host, two_hosts};
+use crate::rdma::{goes_over, is_right_with, on_host, two_hosts, two_ranks};
 
 /// Has each process say, as it ends, what each device has carried.
 const TELL: (&str, &str) = ("ALLSTREAM_TEST_VERBS_TELL", "1");
@@ -114,22 +114,7 @@ fn second_ports_that_do_not_reach_each_other_are_not_used_and_that_is_told() {
 /// Requests that stay for ever, by either port, end with the deadline.
 #[test]
 fn requests_that_never_come_back_end_with_the_deadline_whichever_port_has_them() {
-    let command = env!("CARGO_BIN_EXE_allstream");
-    let job = [
-        "run",
-        "-n",
-        "2",
-        "--on-failure",
-        "keep",
-        "--",
-        command,
-        "perf",
-        "all_reduce",
-        "--sizes",
-        "4M",
-        "-n",
-        "50",
-    ];
+    let job = [&two_ranks("4M")[..], &["-n", "50"]].concat();
     let stalls =
         [("ALLSTREAM_TEST_VERBS_STALL", "300"), ("ALLSTREAM_TIMEOUT", "2"), ("ALLSTREAM_LINK", "rdma")];
     let (went_well, said) = on_host(library().to_str().unwrap(), TWO_PORTS, &stalls, &job);
@@ -148,31 +133,12 @@ fn a_second_card_that_runs_out_of_queue_pairs_is_done_without() {
 #[test]
 fn a_second_port_that_fails_while_frames_go_by_it_ends_the_job_and_is_named() {
     let pulled = TWO_PORTS.replace("\"name\": \"test_1\"", "\"most_bytes\": 20000000, \"name\": \"test_1\"");
-    let command = env!("CARGO_BIN_EXE_allstream");
     for more in [&[][..], &["--alloc", "arena"]] {
-        let job = [
-            "run",
-            "-n",
-            "2",
-            "--on-failure",
-            "keep",
-            "--",
-            command,
-            "perf",
-            "all_reduce",
-            "--sizes",
-            "3M",
-            "-n",
-            "100",
-        ];
+        let job = [&two_ranks("3M")[..], &["-n", "100"], more].concat();
         let variables =
             [("ALLSTREAM_LINK", "rdma"), ("ALLSTREAM_RDMA_TIMEOUT", "8"), ("ALLSTREAM_RDMA_RETRY", "2")];
-        let (went_well, said) = on_host(
-            library().to_str().unwrap(),
-            &pulled,
-            &[&variables[..], &[TELL]].concat(),
-            &[&job[..], more].concat(),
-        );
+        let (went_well, said) =
+            on_host(library().to_str().unwrap(), &pulled, &[&variables[..], &[TELL]].concat(), &job);
         let [first, second] = ["test_0", "test_1"].map(|device| carried(&said, device));
         let names_it = said.contains("test_1 port 1 (127.0.0.1)") && !said.contains("timed out");
         assert!(!went_well && names_it && !said.contains("panicked"), "{more:?}: {said}");

@@ -54,7 +54,7 @@ impl Run {
             self.active.count_from(now);
         }
         let (number, signature, timeout) = self.active.current()?;
-        let started = self.active.started(now);
+        let started = self.active.started(|| now)?;
         // For a collective that a library takes whole, the ranks meet only when all that was put on streams before it has ended: as long as
         // any of that is left, this one is not to blame. Any other is to blame unless one before it is about to be overdue on the device.
         let is_oldest = match self.active.carrier().is_some_and(|carrier| carrier.meets_last()) {

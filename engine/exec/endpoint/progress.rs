@@ -217,6 +217,7 @@ impl Endpoint {
             return Progress::Blocked;
         };
         let moved = run.pass(self);
+        run.active.started(|| self.config.now());
         drop(memory_lock);
         // Whoever wants the memory lock tries it now and then: between two long passes there must be time for that.
         if run.active.was_long() && !run.active.is_empty() && self.config.region.was_memory_lock_wanted() {
