@@ -1,5 +1,5 @@
-//! Accepts connections. Only so many may be in the handshake at once; beyond that the oldest is dropped for the newest, so that strangers keep no
-//! rank out.
+//! Accepts connections. At most `AT_ONCE` of them may be in the handshake at the same time. If there are more, the oldest is dropped, so that
+//! strangers keep no rank out.
 
 use std::fs::File;
 use std::future::Future;
@@ -21,12 +21,12 @@ use super::message::DataHello;
 use crate::error::limits;
 use crate::types::Rank;
 
-/// How many connections may be proving themselves at once. Beyond that the oldest is dropped...
+/// How many connections may be proving themselves at once. If there are more, the oldest whose time (`SILENT` or `SPEAKING`) is over is dropped.
 const AT_ONCE: usize = 64;
-/// ...but one that has said nothing only after this time, as a rank of this job sends its first bytes at once...
+/// A connection that has sent nothing yet is not dropped before this time. It is short, as a rank of this job sends its first bytes at once.
 const SILENT: Duration = Duration::from_millis(50);
-/// ...and one that has sent its first bytes only after this time, as on a busy machine it may wait long for a core. A rank that is dropped all the
-/// same dials again ([`super::connect`]).
+/// A connection that has sent its first bytes is not dropped before this time. It is longer, as the rank may wait long for a core of a busy machine.
+/// A rank that is dropped all the same dials again ([`super::connect`]).
 const SPEAKING: Duration = Duration::from_secs(1);
 
 /// A connection that has not proved itself.
@@ -41,7 +41,7 @@ struct Unproven {
 struct Hall(Vec<Unproven>);
 
 impl Hall {
-    /// If there are too many, drops the oldest whose time is over. If no time is over yet, returns when the first will be.
+    /// If there are too many, drops the oldest whose time is over. If none's time is over yet, returns when the first one's will be.
     fn make_room(&mut self, now: Instant) -> Result<(), Instant> {
         self.0.retain(|u| !u.task.is_finished() && u.progress.stage() < Stage::Proven);
         if self.0.len() <= AT_ONCE {
@@ -99,7 +99,8 @@ pub(super) struct Porter<F> {
 }
 
 impl<F: Fn(&str, &Purpose) + Send> Porter<F> {
-    /// Closes the descriptor that is held in reserve, so that the next connection can be accepted, tells it the reason, and opens the reserve again.
+    /// Closes the descriptor that is held in reserve, accepts the next connection in its place, tells whoever made that connection the reason, and
+    /// opens the reserve again.
     async fn turn_away<L: Listen>(&self, listener: &L, spare: &mut Option<File>, error: &io::Error) {
         drop(spare.take());
         let why = format!("rank {} cannot take one more connection: {}", self.rank, limits::explained(error));
@@ -162,7 +163,7 @@ where
                 });
                 hall.0.push(Unproven { since: Instant::now(), progress, task });
                 while let Err(until) = hall.make_room(Instant::now()) {
-                    // Until then, or until a task has ended.
+                    // Waits until that time, or until a task has ended.
                     let _ = timeout_at(until, tasks.join_next()).await;
                 }
             }
@@ -181,8 +182,8 @@ where
     }
 }
 
-/// By rank: hands what each higher rank brings (its control connection, its descriptors) to the task that awaits it. The first connection that brings
-/// it takes the sender.
+/// By rank. Each higher rank dials this one, and brings its control connection or its descriptors: this sender hands them to the task that awaits
+/// them. The first connection that brings them takes the sender out. Empty for lower ranks.
 type Awaited<T> = Vec<Mutex<Option<oneshot::Sender<T>>>>;
 
 /// What a rank's listener knows of its world, and where it hands connections on.
@@ -193,7 +194,7 @@ pub(super) struct Door {
     pub(super) token: Token,
     pub(super) control: Awaited<TcpStream>,
     pub(super) data: mpsc::UnboundedSender<(DataHello, StdStream)>,
-    /// Receives the news that a rank has given up connecting: the rank that gave up first, and why.
+    /// Where the listener reports that a rank has given up connecting: the rank that gave up first, and why.
     pub(super) gave_up: mpsc::UnboundedSender<(Rank, String)>,
     /// Why this rank has given up itself. Ranks that come to connect to it are told.
     pub(super) closed: OnceLock<String>,

@@ -362,8 +362,8 @@ pub(super) fn listen_at(address: SocketAddr) -> io::Result<tokio::net::TcpListen
     tokio::net::TcpListener::from_std(listener)
 }
 
-/// The address of this host that is seen at `there`. None if `there` is a name that does not resolve, or leads only to loopback addresses: a host
-/// often knows its own name by one, and elsewhere the name leads to another address.
+/// The address of this host that is seen at `there`. None if `there` is a name that does not resolve, or leads only to loopback addresses: a host's
+/// own name often leads to a loopback address on that host, and to another address elsewhere.
 fn seen_from(there: &str, port: u16) -> Option<IpAddr> {
     let is_literal = is_literal(there);
     let found = (there, port.max(1)).to_socket_addrs().ok()?;

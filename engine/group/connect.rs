@@ -33,10 +33,10 @@ const PER_ADDRESS: Duration = Duration::from_secs(3);
 /// it counts as broken: 20 seconds after the network path has failed.
 ///
 /// A communicator may be silent for hours. Firewalls and NATs forget silent connections, some after a minute: probes every ten seconds keep them
-/// alive, and find those that were forgotten all the same. Data flows one way only, so the receiver's probes find a path that takes no data: the
-/// sender would wait for an acknowledgement for a quarter of an hour, as the system is set. `TCP_USER_TIMEOUT` would end that sooner, but would also
-/// end the connection to a receiver that lives and reads nothing, for instance because it computes for a minute. Control connections need no probes:
-/// heartbeats go both ways.
+/// alive, and find those that were forgotten all the same. The probes also find a network path that fails while data is under way: data flows one way
+/// only, so the receiver has sent nothing and probes, whereas the sender does not, and would wait for an acknowledgement for a quarter of an hour, as
+/// the system is set. `TCP_USER_TIMEOUT` would end that sooner, but would also end the connection to a receiver that lives and reads nothing, for
+/// instance because it computes for a minute. Control connections need no probes: heartbeats go both ways.
 const PROBE_AFTER: Duration = Duration::from_secs(10);
 const PROBE_EVERY: Duration = Duration::from_secs(2);
 const PROBES: u32 = 5;
@@ -143,7 +143,8 @@ pub(super) struct Unreached {
 
 /// Connects to the listener of a rank that has registered, and proves that this rank belongs to the world. An address counts only if the rank that is
 /// meant answers the handshake there; otherwise the next one is tried. Tries all addresses again until the deadline. Fails sooner if all of them have
-/// refused twice (then the rank is gone), if none is worth another try, or if this process has run out of something.
+/// refused twice (then the rank is gone), if somebody answers at every address and is not that rank or will not have this one, or if this process has
+/// run out of something.
 pub(super) async fn dial(
     addresses: &[SocketAddr],
     token: &Token,

@@ -22,7 +22,7 @@ use crate::types::Rank;
 
 /// How long a leaving rank waits for its goodbyes to be written and taken.
 pub(super) const FLUSH: Duration = Duration::from_secs(1);
-/// If this many messages wait, questions and answers are dropped: they are sent again later.
+/// If this many messages wait, those that are sent again later anyway ([`Urgency::Repeated`]) are dropped.
 const SOFT_LIMIT: usize = 1 << 10;
 /// If this many messages wait, nothing more is queued: the other rank reads nothing, and will be found silent.
 const HARD_LIMIT: usize = 1 << 16;

@@ -16,7 +16,7 @@ use crate::error::Error;
 
 /// How long telling all of them may take.
 const FAREWELL: Duration = Duration::from_secs(2);
-/// A rank that has no descriptor left tries again this soon.
+/// After how long a rank that had no descriptor left for telling another one tries again.
 const AGAIN: Duration = Duration::from_millis(20);
 
 /// Tells every other rank at its listener. Ranks that are a pair with this one may have joined already, and then do not take such news any more: they

@@ -128,7 +128,7 @@ mod unix {
                 Ok(sendmsg(stream, &[IoSlice::new(&text)], &mut control, SendFlags::NOSIGNAL)?)
             })
             .await?;
-        // Nothing else is in this socket's buffer, so a message of 8 bytes is sent whole, or waits; it is not cut.
+        // The kernel puts a message of 8 bytes into the unix socket's buffer whole, or lets it wait; it is not cut.
         if sent == text.len() { Ok(()) } else { Err(io::Error::other(format!("only {sent} bytes went"))) }
     }
 

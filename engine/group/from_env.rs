@@ -24,7 +24,8 @@ impl Rendezvous {
     ///   `SLURM_JOB_NODELIST`), or else `SLURM_LAUNCH_NODE_IPADDR`.
     /// - Port: `ALLSTREAM_PORT`, or `MASTER_PORT`. Where torchrun's own store listens at the latter
     ///   (`TORCHELASTIC_USE_AGENT_STORE`), `10000 + MASTER_PORT % 20000` instead. Unset under Slurm: the first of
-    ///   `SLURM_STEP_RESV_PORTS`, or one from 10000 to 29999 that follows from `SLURM_JOB_ID` and `SLURM_STEP_ID`.
+    ///   `SLURM_STEP_RESV_PORTS`, or one from 10000 to 29999 that follows from `SLURM_JOB_ID` and `SLURM_STEP_ID`. If `ALLSTREAM_PORTS` is
+    ///   set, a port that is computed so is one of those ports.
     /// - Under Open MPI, if all ranks run on one host and no variable for address or port is set, ranks find each other by a note in
     ///   the job's own directory (`PMIX_SERVER_TMPDIR`), which also holds a secret.
     /// - Secret: `ALLSTREAM_TOKEN`, or `ALLSTREAM_TOKEN_FILE`, or `ALLSTREAM_INSECURE=1` for none.

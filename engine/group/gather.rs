@@ -48,7 +48,7 @@ pub(super) struct Joined {
 }
 
 /// The same rendezvous with the address where the ranks meet, and the secret. If it names a note, rank 0 leaves both there, and the others
-/// read them. Rank 0 keeps the returned [`note::Left`] until all ranks have met, as dropping it removes the note.
+/// read them. Rank 0 keeps the returned [`note::Left`] until it is connected to all others or has failed, as dropping it removes the note.
 pub(super) async fn settled(rendezvous: Rendezvous) -> Result<(Rendezvous, Option<note::Left>), Error> {
     match rendezvous.note.clone() {
         Some(path) => note::settle(rendezvous, &path).await,
@@ -66,7 +66,7 @@ fn parts(rendezvous: &Rendezvous) -> Result<(&Address, Token), Error> {
 }
 
 /// Tells the others that this rank cannot take part, and why (`unfit`), so that they do not wait for it. It may take the rendezvous timeout
-/// until rank 0's note is there; the rest takes [`LINGER`] at most.
+/// until rank 0's note is there. Then rank 0 waits for the others for about [`LINGER`] at most, and another rank tries as long to reach rank 0.
 pub(super) async fn decline(rendezvous: Rendezvous, unfit: String) -> Result<(), Error> {
     let (rendezvous, _note) = settled(rendezvous).await?;
     let (address, token) = parts(&rendezvous)?;

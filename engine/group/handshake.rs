@@ -89,7 +89,7 @@ pub(crate) enum Refusal {
     Broken(String),
     /// The other end is no rank of this job, or one of another version.
     Stranger(String),
-    /// The other side said no.
+    /// The acceptor said no.
     Denied(String),
 }
 

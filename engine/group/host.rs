@@ -74,7 +74,7 @@ pub(crate) fn nonce() -> Result<u128, Error> {
 }
 
 /// The kernel's name for this host: boot, network namespace and process namespace. Processes that share all three can pass descriptors over an
-/// abstract unix socket, and know each other by their process ids. Containers of one host do not share them.
+/// abstract unix socket, and know each other by their process ids. Containers of one host usually do not share all three.
 fn host() -> Result<String, Error> {
     let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id");
     let net = std::fs::read_link("/proc/self/ns/net");

@@ -8,7 +8,8 @@ use super::addresses;
 use crate::types::{MOST_RANKS, Rank};
 
 /// Launchers, with their variables for rank and size. The first one whose two variables are set is believed, unless a later one contradicts it
-/// ([`contradiction`]). Slurm comes last: another launcher that runs in a Slurm allocation inherits its variables, which then describe that launcher.
+/// ([`contradiction`]). Slurm comes last: if another launcher runs in a Slurm allocation, its ranks inherit Slurm's variables, which there describe
+/// the launcher's own process.
 const LAUNCHERS: [(&str, &str, &str); 5] = [
     ("torchrun, allstream run", "RANK", "WORLD_SIZE"),
     ("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
@@ -25,7 +26,7 @@ const FIRST_SLURM_STEP_THAT_IS_NONE: u32 = 0xffff_fff0;
 const FIRST_PORT: u16 = 10_000;
 const PORTS: u64 = 20_000;
 
-/// Reads one variable of the environment; an empty one counts as not set.
+/// Reads one variable of the environment. The functions of this file are given one that returns `None` for an empty variable, too.
 pub(super) type Lookup<'a> = &'a dyn Fn(&str) -> Option<String>;
 
 /// Where the ranks of a world meet.
@@ -225,7 +226,7 @@ fn port(get: Lookup<'_>) -> Result<u16, String> {
     })
 }
 
-/// Makes a port of a number: equal ports of equal numbers, different ports of numbers that follow each other, and never the number itself.
+/// Computes a port from a number. Equal numbers give equal ports, numbers that follow each other give different ones, and no number gives itself.
 /// If the user has said which ports ranks may take, it is one of those; if that is one port only, it is that port, for every number.
 fn derived(get: Lookup<'_>, from: u64) -> Result<u16, String> {
     let Some(text) = get(addresses::PORTS) else {
@@ -239,7 +240,7 @@ fn derived(get: Lookup<'_>, from: u64) -> Result<u16, String> {
 }
 
 /// The file for rank 0's note, if Open MPI runs all ranks on one host. It lies in the directory of Open MPI's server, which
-/// only this user may enter, and which goes with the job.
+/// only this user may enter, and which is removed with the job.
 fn note(get: Lookup<'_>) -> Option<PathBuf> {
     get("OMPI_COMM_WORLD_RANK")?;
     if get("OMPI_COMM_WORLD_LOCAL_SIZE")?.trim() != get("OMPI_COMM_WORLD_SIZE")?.trim() {
@@ -255,7 +256,8 @@ fn note(get: Lookup<'_>) -> Option<PathBuf> {
 /// The host of Slurm's task 0, which is the first node of the step, and the variable that names it. If the step has only
 /// one node, the host is 127.0.0.1, as the ranks need no network. Where no list of nodes is set: the host on which srun was called.
 ///
-/// A list of the step that cannot be read is an error: the first node of another list may have no rank of the step, and the ranks would wait there.
+/// If the first list that is set cannot be read, that is an error: the first node of another list may have no rank of the step, and the ranks would
+/// wait there.
 fn slurm_host(get: Lookup<'_>) -> Result<Option<(&'static str, String)>, String> {
     if get("SLURM_PROCID").is_none() {
         return Ok(None);
@@ -305,7 +307,8 @@ fn slurm_port(get: Lookup<'_>) -> Result<Option<u16>, String> {
     }
     let number = |name: &str| get(name).and_then(|text| text.trim().parse::<u64>().ok());
     let Some(job) = number("SLURM_JOB_ID").or_else(|| number("SLURM_JOBID")) else { return Ok(None) };
-    // Jobs that run beside each other have numbers near each other; so have steps of one. A prime keeps them apart.
+    // Jobs that run at the same time have numbers near each other, and so have the steps of a job. With a prime factor for the step, a step of one
+    // job seldom gets the port of a step of another job.
     let step = number("SLURM_STEP_ID").or_else(|| number("SLURM_STEPID")).unwrap_or(0) % PORTS;
     derived(get, job % PORTS + 613 * step).map(Some)
 }

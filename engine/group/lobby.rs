@@ -72,7 +72,7 @@ pub(super) struct Lobby<'a> {
     visitors: BTreeMap<Rank, Visitor>,
     /// Ranks that came and went away again.
     left: BTreeMap<Rank, String>,
-    /// Outboxes of ranks that came and cannot be part of this world; they are told why.
+    /// Outboxes of ranks that registered and cannot be part of this world, for telling them why.
     turned_away: Vec<Outbox>,
     visits: u64,
     /// Why a rank cannot take part, so that there will be no world.
@@ -335,7 +335,8 @@ impl<'a> Lobby<'a> {
         Ok((table, Visitors { connecting, awaiting, events, tell, _watchers, writers }))
     }
 
-    /// The addresses of rank 0's listener for a rank that has reached rank 0 at `reached`, which comes first.
+    /// The addresses of rank 0's listener, for a rank that has reached rank 0 at `reached`. If rank 0 listens at all of its host's addresses, these
+    /// are the ones at which ranks have reached it, `reached` first.
     fn own_addresses(&self, reached: Option<IpAddr>) -> Vec<SocketAddr> {
         let Some(bound) = self.own.addresses.first().filter(|a| a.ip().is_unspecified()) else {
             return self.own.addresses.clone();

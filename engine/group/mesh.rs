@@ -406,8 +406,8 @@ where
         let heartbeat = wire::encode(&Message::Heartbeat).unwrap_or_default();
         for (from, line, frames, outbox) in connections {
             let (half, write_half) = line.into_split();
-            // The first heartbeat is sent before the user learns that the world has formed: this process may be stopped right after that. Until it
-            // has come, the other rank takes this rank to be still connecting, and waits longer before it counts this rank as silent.
+            // The first heartbeat is sent before the user learns that the world has formed: this process may be stopped right after that. Until the
+            // heartbeat has come, the other rank takes this rank to be still connecting, and waits longer before it counts this rank as silent.
             let _ = write_half.try_write(&heartbeat);
             let heartbeat = table.heartbeat;
             let writer = tasks.writers.spawn(write(write_half, outbox.clone(), heartbeat.interval));

@@ -77,8 +77,8 @@ pub(crate) enum Message {
         /// What the sender says.
         step: Step,
     },
-    /// The sender has ended a communicator for good: it does not touch the rings any more, and will not offer them for a later communicator
-    /// of the same members. Each member sends this once.
+    /// The sender has ended a communicator for good. It does not touch the communicator's rings (queues in the members' memory,
+    /// `comm/world/pool.rs`) any more, and no later communicator of the same members will use them. Each member sends this once.
     Retired {
         /// The communicator for which the rings were made.
         comm: CommId,
@@ -94,7 +94,7 @@ pub(crate) enum Message {
     Meet {
         /// The communicator to be made.
         comm: CommId,
-        /// What the sender would bring to a split (a row of the pool's `Proposal`). `None`: it does not take part.
+        /// What the sender would bring to a split (its row of the `Proposal` in `comm/world/pool.rs`). `None`: it does not take part.
         row: Option<[u64; 5]>,
     },
 }

@@ -38,7 +38,7 @@ impl Drop for Left {
     }
 }
 
-/// Fills in where the ranks meet, and the secret. Rank 0 also gets a [`Left`], which it keeps until all have met.
+/// Fills in where the ranks meet, and the secret. Rank 0 also gets a [`Left`], which it keeps until it is connected to all others or has failed.
 pub(super) async fn settle(
     mut rendezvous: Rendezvous,
     path: &Path,
@@ -111,7 +111,8 @@ fn read(path: &Path) -> Result<Note, Option<String>> {
         Ok(_) => {}
     }
     match fs::read(path) {
-        // Rank 0 removes its note once all have met: so this was the note of another world.
+        // The note was removed since the call above. Rank 0 of this world does that only when this rank, too, is connected to it, or when it has
+        // failed: so most likely the note was another world's.
         Err(e) if e.kind() == io::ErrorKind::NotFound => Err(None),
         Err(e) => Err(failed(&e)),
         Ok(text) => serde_json::from_slice(&text).map_err(|e| failed(&e)),

@@ -1,9 +1,10 @@
 //! RDMA on this host: what there is, which port a rank's links use, and whether links between hosts go over RDMA.
 //!
-//! That is decided once, for all links between hosts. Each rank says what it has when it registers ([`look`]). From the table of all ranks each finds
-//! the same ([`why_not`]): if a host has no port, or one of another kind, all use TCP. Otherwise every rank opens its port, and of each two hosts the
-//! first ranks write a message to each other through these ports while they connect ([`trial`]). Each rank tells rank 0 how that went, and rank 0
-//! tells all ranks the result: RDMA if nothing has failed, else TCP. From then on a link that fails is an error.
+//! The choice between RDMA and TCP is made once, for all links between hosts. Each rank says which port it has when it registers ([`look`]). Then
+//! every rank draws the same conclusion from the table of all ranks ([`why_not`]): if some rank has no port, or one of another kind, all use TCP.
+//! Otherwise every rank opens its port. On each host, one rank for each port tries it: while it connects to such a rank of another host, the two
+//! write a message to each other through their ports ([`trial`]). Each rank tells rank 0 how its trials went, and rank 0 tells all ranks the result:
+//! RDMA if no trial has failed, else TCP. From then on a link that fails is an error.
 
 pub(super) mod trial;
 
@@ -19,17 +20,17 @@ use crate::link::region::Region;
 use crate::link::verbs::{self, Card, Rdma, RdmaPort, read};
 use crate::types::Rank;
 
-/// The most letters of the reason for which a rank has no port, as it tells the others: what ranks tell each other is bounded.
+/// A rank tells the others the reason for which it has no port; a longer one is cut to so many letters.
 const MOST_TOLD: usize = 400;
 
 /// Finds out which ports of which network cards could carry links to other hosts by RDMA, and why others could not: InfiniBand and RoCE v2, through
 /// libibverbs, which is loaded when this is first called. Ranks of different hosts talk through the first of these ports if all hosts have a port of
-/// the same kind, and messages get through; large buffers also go through the second, where both ranks have one and messages get through there, too. All ranks do, also those of one host, if [`LinkChoice::RDMA`](crate::LinkChoice::RDMA) or
-/// `ALLSTREAM_LINK=rdma` asks for it.
+/// the same kind, and messages get through; large buffers also go through the second, where both ranks have one and messages get through there, too.
+/// If [`LinkChoice::RDMA`](crate::LinkChoice::RDMA) or `ALLSTREAM_LINK=rdma` asks for it, all ranks talk so, also those of one host.
 ///
-/// On Ethernet, one of a port's addresses (GIDs) for RoCE v2 is taken: the one at which the other ranks reach this host, else another one of that
-/// interface, else any; and IPv4 before IPv6. `ALLSTREAM_RDMA_DEVICE` (`mlx5_0`, `mlx5_0,mlx5_1:1`, `^mlx5_2`) and `ALLSTREAM_RDMA_GID` (an index)
-/// choose otherwise; `ALLSTREAM_VERBS_LIBRARY` names the library's file.
+/// On Ethernet, one of a port's addresses (GIDs) for RoCE v2 is taken: the one at which the other ranks reach this host, else another one of the same
+/// interface, else any other; and IPv4 before IPv6. `ALLSTREAM_RDMA_DEVICE` (`mlx5_0`, `mlx5_0,mlx5_1:1`, `^mlx5_2`) and `ALLSTREAM_RDMA_GID` (an
+/// index) choose otherwise; `ALLSTREAM_VERBS_LIBRARY` names the library's file.
 ///
 /// ```
 /// match allstream::rdma::find() {
@@ -48,7 +49,7 @@ pub fn find() -> Result<Rdma, Error> {
 /// What a rank has for links over RDMA, from before it meets the others until the world has formed.
 #[derive(Clone)]
 pub(crate) struct Prospect {
-    /// What the rank says of it when it registers.
+    /// What the rank says of its ports when it registers.
     pub(super) end: RdmaEnd,
     /// The ports that carry the rank's links: none, one or two.
     ports: Vec<RdmaPort>,
@@ -86,7 +87,7 @@ impl Prospect {
         Ok(Prospect { end, ports: Vec::new(), region: Arc::new(Region::private()?), card: Arc::default() })
     }
 
-    /// The port, where it was opened.
+    /// The opened port (and the second one, if there is one); `None` if it was not opened.
     pub(crate) fn card(&self) -> Option<Arc<Card>> {
         self.card.get().cloned()
     }
@@ -102,7 +103,7 @@ pub(crate) enum Need {
     Chosen,
 }
 
-/// Finds out what a rank has for links over RDMA, where its links may go over it. If RDMA was chosen, also opens the port.
+/// Finds out what a rank has for links over RDMA; `None` if none of its links may go over RDMA. If RDMA was chosen, also opens the ports.
 ///
 /// # Errors
 /// If RDMA was chosen: the errors of [`find`], with the host's name and what to do, as the other ranks are told them. [`Error::Invalid`]: a variable
@@ -149,7 +150,7 @@ fn needed_here(host: &str, error: Error) -> Error {
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct WhyNot {
     pub(super) why: String,
-    /// Worth telling: a host has a card, or its user named one.
+    /// Whether the user is to be told: a host has a card, or its user has named one.
     pub(super) is_news: bool,
 }
 
@@ -177,7 +178,7 @@ pub(super) fn why_not<'a>(members: impl Iterator<Item = &'a Registration>) -> Op
     Some(WhyNot { why, is_news })
 }
 
-/// Opens a rank's port as [`Prospect::open`] does, on a thread of its own.
+/// Opens a rank's ports as [`Prospect::open`] does, on a thread of its own.
 ///
 /// # Errors
 /// The same errors, as text.
@@ -185,8 +186,8 @@ pub(super) async fn open_aside(prospect: Prospect) -> Result<Arc<Card>, String> 
     trial::aside(move || prospect.open().map_err(|error| error.to_string())).await
 }
 
-/// Shortens what ranks have said, as the table of a large world has to hold it. What [`why_not`] speaks of is kept: the first port, the first of each
-/// other kind, and the first reason for which a rank has no port.
+/// Shortens what ranks have said of their ports, so that the table of a large world is not too long to be sent. All that [`why_not`] needs is kept:
+/// the first port of each kind, and the first reason for which a rank has no port.
 pub(super) fn condense(members: &mut [Registration]) {
     let mut kinds: Vec<String> = Vec::new();
     let mut is_missing = false;
@@ -200,7 +201,7 @@ pub(super) fn condense(members: &mut [Registration]) {
     }
 }
 
-/// Whether ranks of different hosts are to try RDMA. If they cannot, their user is told why.
+/// Whether ranks of different hosts are to try RDMA. If they cannot, the log says why: as a warning if a host has a card, or its user has named one.
 pub(super) fn is_to_try(table: &Table, own: Rank) -> bool {
     if table.members[own].link != LinkChoice::AUTO || table.is_of_one_host() {
         return false;

@@ -62,7 +62,7 @@ impl Connecting {
         let said = Connected { rdma };
         match self {
             Connecting::Host(tell) => _ = tell.send(lobby::Event::Connected { rank: 0, visit: 0, said }),
-            // So little fits into the socket's buffer: this does not wait. Rank 0 may have ended in peace: no error.
+            // So few bytes always fit into the socket's buffer, so this does not wait. A failure is no error: rank 0 may have ended in peace.
             Connecting::Guest(mut write) => {
                 if let Ok(frame) = wire::encode(&said) {
                     _ = write.write_all(&frame).await;

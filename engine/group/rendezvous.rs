@@ -111,8 +111,8 @@ impl Me<'_> {
         signpost::Visitor { address: self.address.clone(), token: self.token.clone(), own: own.clone() }
     }
 
-    /// The addresses where ranks meet. The name is asked for until it has some: it may become known some seconds after its host has started
-    /// (a pod's name, in Kubernetes).
+    /// The addresses where ranks meet. The host name is looked up again and again until it has an address: a name may become known only some seconds
+    /// after its host has started (a pod's name, in Kubernetes).
     async fn resolve_patiently(&self) -> Result<Vec<SocketAddr>, Error> {
         let mut pause = Duration::from_millis(50);
         loop {
@@ -166,7 +166,7 @@ impl Me<'_> {
             return Err(self.error(format!("listening failed at {}", last.unwrap_or_default())));
         }
         // The address is none of this host's (it may be translated, or a service's, or another host's, where a rank may put up a signpost), or
-        // only loopback addresses are known for the name. So rank 0 listens on all addresses. Only the token admits.
+        // only loopback addresses are known for the name. So rank 0 listens on all addresses. Whoever comes there still needs the token.
         let port = self.address.port;
         if last.is_some() {
             tracing::warn!(address = %self.address, ?last, "rank 0 listens on all addresses of its host ({}): where ranks meet is none of \
@@ -204,7 +204,8 @@ impl Me<'_> {
 /// Where ranks come to register.
 struct Gate {
     door: TcpListener,
-    /// `Some` if ranks may come to where they meet, but this listener is not there. Inside: the connection to a signpost that knows where it is.
+    /// `Some` if this listener may not be where the other ranks come to: then rank 0 looks for a signpost there. Inside: the connection to the
+    /// signpost that rank 0 has already told where it listens, if there is one.
     strays: Option<Option<TcpStream>>,
 }
 

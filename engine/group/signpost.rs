@@ -89,7 +89,7 @@ fn listen_here(host: &str, addresses: &[SocketAddr]) -> Option<TcpListener> {
     if let Some(listener) = addresses.iter().filter(abroad).find_map(|address| listen_at(*address).ok()) {
         return Some(listener);
     }
-    // This host's own name leads to loopback here, and elsewhere to another address of this host: so it listens at all of them.
+    // This host's own name leads to loopback here, and elsewhere to another address of this host: so the signpost listens at all addresses.
     let own_name = !is_literal(host) && addresses.iter().all(|address| address.ip().is_loopback());
     let port = addresses.first().filter(|_| own_name)?.port();
     let all =

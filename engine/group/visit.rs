@@ -183,7 +183,8 @@ impl Me<'_> {
         };
         // Ranks that come from rank 0's side of the network reach this rank at this address.
         let local = stream.local_addr().map_err(|e| Attempt::Again(e.to_string()))?.ip();
-        // That may not hold if the ranks meet at this host's own name: it often resolves to a loopback address on this host, to another on others.
+        // Others may not, if the ranks meet at this host's own name: on this host it often resolves to a loopback address, elsewhere to another
+        // address.
         let is_own_name = local.is_loopback() && search.sent_to.is_none() && !is_literal(&self.address.host);
         let (mut listener, mut told) = (None, Vec::new());
         if search.unfit.is_none() {

@@ -39,7 +39,7 @@ thread_local! {
     static IN_STORY: Cell<Option<Planted>> = const { Cell::new(None) };
 }
 
-/// Runs `tell`, a story, with such plans broken: in this story only, not in other threads of the process.
+/// Runs `tell`, a story, in which the plans that `planted` describes are broken. Stories on other threads are not affected.
 #[cfg(test)]
 pub(crate) fn planted_in_story<R>(planted: Planted, tell: impl FnOnce() -> R) -> R {
     struct Ends;
@@ -53,7 +53,7 @@ pub(crate) fn planted_in_story<R>(planted: Planted, tell: impl FnOnce() -> R) ->
     tell()
 }
 
-/// From now on, such plans are broken (`None`: no plan is).
+/// From now on, the plans that `planted` describes are broken (`None`: no plan is).
 pub fn plant(planted: Option<Planted>) {
     *PLANTED.lock() = planted;
 }
@@ -98,8 +98,8 @@ pub(crate) fn queue_limit() -> Option<usize> {
 
 static FOLDED_SMALL: AtomicBool = AtomicBool::new(false);
 
-/// From now on, of all_reduces in memory that all ranks touch, every other one is folded at once, however small, and the
-/// others only from the usual size on.
+/// From now on, every other all_reduce in memory that all ranks can touch is folded at once, by its plan of loans, however small it is; the others
+/// are only from the usual size on.
 pub fn fold_small(on: bool) {
     FOLDED_SMALL.store(on, Ordering::Relaxed);
 }
@@ -110,7 +110,8 @@ pub(crate) fn folded_from(number: u64) -> Option<usize> {
 
 static LENT_BY_TURNS: AtomicBool = AtomicBool::new(false);
 
-/// From now on, rank r takes part in folding operation k at once only if bit r of k / 3 is set.
+/// From now on, rank r lends its memory for operation number k only if bit r of k / 3 is set. If one rank does not lend, none folds the operation
+/// at once.
 pub fn lend_by_turns(on: bool) {
     LENT_BY_TURNS.store(on, Ordering::Relaxed);
 }
@@ -144,7 +145,8 @@ pub(crate) fn folded_between_processes_from() -> Option<usize> {
 
 static CALLED: AtomicU64 = AtomicU64::new(0);
 
-/// Communicators that are made from now on count their collectives from `calls` on, as if so many had been called before: all on host memory.
+/// Communicators that are made from now on number their collectives from `calls` on, as if so many, all of them on host memory, had been called
+/// before.
 pub fn called_before(calls: u64) {
     CALLED.store(calls, Ordering::Relaxed);
 }
@@ -155,7 +157,7 @@ pub(crate) fn calls_before() -> u64 {
 
 static STREAMED: AtomicBool = AtomicBool::new(false);
 
-/// From now on, the results of two in every four operations go past the caches, however small, and of the others none.
+/// From now on, of every four operations two write their results past the caches, however small these are, and the other two do not.
 pub fn stream_small(on: bool) {
     STREAMED.store(on, Ordering::Relaxed);
 }
@@ -166,7 +168,8 @@ pub(crate) fn streams(number: u64) -> Option<bool> {
 
 static ANY_ORDER: AtomicBool = AtomicBool::new(false);
 
-/// From now on, what libraries take whole is launched as soon as all ranks have called it, in whatever order.
+/// From now on, each operation that a library takes whole is launched as soon as all ranks have called it, and not in an order that is the same
+/// on all ranks.
 pub fn launch_in_any_order(on: bool) {
     ANY_ORDER.store(on, Ordering::Relaxed);
 }

@@ -76,7 +76,7 @@ pub fn frame_header(data: &[u8]) {
     }
 }
 
-/// A stream of frames: what is read is what was sent, whatever the fragments, and the way of reading.
+/// A stream of frames: what is read is what was sent, whatever its fragments are, and in whichever way it is read.
 pub fn tcp_stream(data: &[u8]) {
     let mut input = Bytes(data);
     let script_len = usize::from(input.u8());
@@ -160,7 +160,7 @@ pub fn tcp_stream(data: &[u8]) {
     }
 }
 
-/// A region, its doorbell and a ring, made once: pages cost nothing, but mapping 64 MB does.
+/// A region and its doorbell, made once for all inputs, as it takes long to map a region.
 fn region() -> Option<&'static (Arc<Region>, Doorbell)> {
     static ONE: OnceLock<Option<(Arc<Region>, Doorbell)>> = OnceLock::new();
     let make = || {
@@ -215,7 +215,7 @@ pub fn hostile_ring(data: &[u8]) {
             }
             2 => {
                 if posted < 1000 && tx.room().is_ok_and(|room| room) {
-                    // In the descriptor, and beside it.
+                    // Payloads that fit into the cell's descriptor (0 and 8 bytes), and payloads beside it.
                     let len = [8, 0, 9, INLINE as u32][posted as usize % 4];
                     let header = Header { op: posted, len, ..header(&mut input) };
                     let payload = [posted as u8; INLINE];
@@ -255,7 +255,7 @@ struct Script {
     at: usize,
     done: usize,
     streams: bool,
-    /// Only a half of what is left of a frame is there, if no more is asked for.
+    /// Whether only half of what is left of a frame is there, unless the reader asks for more.
     slow: bool,
 }
 
@@ -288,8 +288,8 @@ impl LinkRx for Script {
     }
 }
 
-/// Takes everything; reads it, so that a lent range that is not readable is seen. Of every two frames it holds one until it
-/// is asked again.
+/// The sending end to the hostile peer. It takes every frame, and reads all of it, so that a lent range that is not readable is seen. Of every
+/// two frames it copies one, and holds the other until it is asked again.
 #[derive(Default)]
 struct Sink {
     posted: u64,
@@ -361,7 +361,7 @@ fn script(input: &mut Bytes<'_>, signatures: &[Signature], unit: usize) -> Scrip
             op: u64::from(number % 4),
             offset,
             len: len as u32,
-            // Some are what loans are numbered.
+            // Some have the message number of a loan.
             message: if message == 0xff { 0xffff } else { u32::from(message % 8) },
             signature,
         };
@@ -494,7 +494,7 @@ pub fn hostile_collective(data: &[u8]) {
         match active.pass(&mut port, None) {
             Ok(Pass::Going(true)) => {}
             Ok(Pass::Going(false)) => {
-                // It waits: whom for can be said.
+                // It waits, and must be able to say for whom.
                 active.waiting_for(&mut port, &mut Vec::new());
                 break;
             }
@@ -676,8 +676,8 @@ mod tests {
     fn a_peer_that_sends_half_a_loan_stops_nobody() {
         let (done, finished) = std::sync::mpsc::channel();
         std::thread::spawn(move || {
-            // All_reduce of 7 elements by its first algorithm, in place; a slow script of one frame, numbered as a loan, of
-            // 24, 4 and 0 bytes.
+            // An all_reduce of 7 elements by a ring, in place. The script is slow, and has one frame that is numbered as a loan, of 24, 4 or 0
+            // bytes.
             for place in [6, 1, 8 * 31] {
                 hostile_collective(&[0, 3, 0x80, 3, 0, 0xff, 0, place]);
             }

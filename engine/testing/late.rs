@@ -58,7 +58,7 @@ pub fn hold_late_writes(on: bool) {
 /// Memory that was given to the link.
 struct Given {
     header: Header,
-    /// The bytes that `receive_into` has reported end here; the rest begins.
+    /// Where the bytes that `receive_into` has reported end, and the rest begins.
     at: *mut u8,
     max: usize,
     /// Bytes from `at` on that are written, but not reported yet.
@@ -96,7 +96,7 @@ impl LateRx {
     }
 }
 
-/// Starts a card that writes when cards are held back no longer. The flag that this returns is set when it has written.
+/// Starts a thread that plays a held-back card: it writes when cards are held back no longer. The flag that this returns is set when it has written.
 fn write_late(at: *mut u8, bytes: usize) -> Arc<AtomicBool> {
     let over = Arc::new(AtomicBool::new(false));
     let (tell, at) = (over.clone(), at.expose_provenance());

@@ -22,7 +22,7 @@ const QUEUE: usize = 4;
 /// What a receiver keeps of what has come: the largest frame whole, and some of the next.
 const WINDOW: usize = HEADER_BYTES + SLOT + 4096;
 
-/// Chosen by its name only: TCP, which joins any ranks, is before it in the table.
+/// Used only if it is chosen by its name: TCP, which joins any ranks, is before it in the table.
 pub(crate) static PIPE: LinkKind = LinkKind {
     class: LinkClass::named("pipe"),
     joins: Locality::SameProcess,
@@ -48,7 +48,7 @@ type Ends = (Option<PipeReader>, Option<PipeWriter>);
 /// Pipes of which only one end has been opened.
 static HALF_OPEN: LazyLock<Mutex<HashMap<LinkName, Ends>>> = LazyLock::new(Mutex::default);
 
-/// Takes one end of a link's pipe. Whoever comes first makes it.
+/// Takes one end of a link's pipe. The rank that comes first makes the pipe.
 fn end<E: AsFd>(site: &dyn Site, take: fn(&mut Ends) -> Option<E>) -> Result<E, Error> {
     let failed = |e: std::io::Error| Error::system("open a pipe between two ranks", e);
     let mut half_open = HALF_OPEN.lock();
@@ -64,11 +64,11 @@ fn end<E: AsFd>(site: &dyn Site, take: fn(&mut Ends) -> Option<E>) -> Result<E, 
     Ok(end)
 }
 
-/// The sending end: copies what it cannot write at once.
+/// The sending end: copies each frame, and writes as much of it as the pipe takes.
 struct PipeTx {
     pipe: PipeWriter,
     queue: VecDeque<Vec<u8>>,
-    /// Bytes of the first that are written.
+    /// Bytes of the first frame that are written.
     written: usize,
     released: u64,
 }

@@ -17,40 +17,39 @@ use crate::error::Error;
 use crate::mem::Witness;
 use crate::types::{Kind, Rank};
 
-/// What is called, for people.
+/// The library's name, for people.
 const NAME: &str = "the slow library for tests";
-/// How long it thinks before it computes.
+/// How long the library sleeps before it computes.
 const SLOWNESS: Duration = Duration::from_millis(1);
 
-/// A library that takes collectives of host memory whole, among ranks of one process: what it takes, and what it does wrong on this
-/// rank. Its calls are numbered from 0.
+/// The settings of the slow library for one rank: which collectives it takes, and what it does wrong on this rank. Its calls are numbered from 0.
 #[derive(Clone, Debug, Default)]
 pub struct Slow {
     /// The collectives that it takes. The same on all ranks.
     pub kinds: Vec<Kind>,
-    /// How often a call that it was given is in progress, when it is asked, before the library looks at it at all.
+    /// How often, asked about a call, it says that the call is in progress before it begins to work on it.
     pub in_progress: u32,
-    /// The call that it never looks at.
+    /// The call that it never begins to work on.
     pub hang_at: Option<u64>,
-    /// The call after which it says that it has failed, when the results are there.
+    /// The call of which it says that it has failed, although the results are there.
     pub fail_at: Option<u64>,
-    /// Aborted, it does not say that it touches no memory any more.
+    /// Whether, after an abort, it never says that it touches no memory any more.
     pub is_deaf: bool,
-    /// How often it was made for a communicator.
+    /// How often it was opened for a communicator.
     pub opened: Arc<AtomicU32>,
     /// How many calls it was given.
     pub submitted: Arc<AtomicU32>,
 }
 
-/// Where the ranks of a communicator leave their calls.
+/// Where the ranks of a communicator leave their calls, for a thread that computes with all of them.
 #[derive(Default)]
 struct Room {
     calls: Mutex<HashMap<u64, Vec<(Rank, WholeCall)>>>,
-    /// Calls whose results are there: all before this one.
+    /// The results of all calls before this one are there.
     done: AtomicU64,
     /// Threads that compute.
     at_work: AtomicU32,
-    /// How many ranks have come in.
+    /// How many ranks have opened the library.
     open: AtomicU32,
 }
 
@@ -143,12 +142,12 @@ struct SlowEnd {
     failed: AtomicBool,
 }
 
-/// The last call, and those before it.
+/// What this rank's end knows of its last call.
 #[derive(Default)]
 struct Last {
-    /// How many were submitted.
+    /// How many calls were submitted. The number of the last one is one less.
     submitted: u64,
-    /// One that is not left in the room yet, and how often it was asked for.
+    /// The last call, if it is not in the room yet; and how often `poll` has asked about it.
     kept: Option<WholeCall>,
     asked: u32,
 }
@@ -258,7 +257,7 @@ fn compute_entry(all: &[WholeCall], pieces: &[Piece]) {
     let (first, n) = (&all[0], all.len());
     let (kind, root, op, dtype) = (first.kind, first.root, first.op, pieces[0].dtype);
     let block = pieces[0].bytes();
-    // How much each rank gives, and from where.
+    // From where each rank gives, and how much.
     let given = |rank: Rank| {
         let piece = &pieces[rank];
         match kind {

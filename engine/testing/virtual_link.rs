@@ -1,4 +1,4 @@
-//! Links in virtual time, for tests: frames arrive after a while of a clock that a test moves on, and payloads stay where they are
+//! Links in virtual time, for tests: frames arrive some time after they were sent, by a clock that a test moves on, and payloads stay where they are
 //! in the sender's real memory until they are released. All ranks take turns on one thread.
 
 use std::collections::{BTreeMap, VecDeque};
@@ -15,9 +15,9 @@ use crate::types::Rank;
 /// What a network in virtual time asks of whoever tells the story.
 pub(crate) trait Timeline: Send + Sync {
     fn now(&self) -> Instant;
-    /// How long what is sent now is under way.
+    /// How long it takes until something that is sent now arrives.
     fn latency(&self) -> Duration;
-    /// Something arrives then: ranks are to look.
+    /// Something arrives at this time: ranks are to look for it then.
     fn look_at(&self, at: Instant);
     fn log(&self, event: String);
 }
@@ -40,7 +40,7 @@ struct Wire {
     releases: VecDeque<Instant>,
     /// Releases that the sender has heard of.
     heard: u64,
-    /// The last frame arrives then; later ones not before.
+    /// When the last frame arrives. Frames that are sent after it do not arrive before.
     last: Option<Instant>,
     revoked: bool,
     hung_up: bool,

@@ -107,7 +107,7 @@ impl Bound for Workers {}
 
 impl SharedComm {
     /// From here on this rank's collectives on the host's memory are carried out by workers, except barriers, collectives of two halves and
-    /// those that are to follow a stream. Returns how many were, which goes on counting.
+    /// those that are to follow a stream. Returns a counter of the collectives that workers carry out.
     #[doc(hidden)]
     pub fn bind_workers(&self) -> Arc<AtomicU64> {
         let count = Arc::new(AtomicU64::new(0));

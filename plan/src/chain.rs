@@ -27,8 +27,8 @@ pub(super) fn broadcast(s: &Shape) -> Plan {
     s.split(1, vec![step])
 }
 
-/// Sums go towards the root: each rank combines its own data with the sum from the rank after it, in this order. What it
-/// sends on is only in the hand, not in memory.
+/// Sums go towards the root: each rank combines its own data with the sum from the rank after it, in this order. The sum that
+/// it sends on is only in the hand (`compile.rs`), not in memory.
 pub(super) fn reduce(s: &Shape) -> Plan {
     let v = s.past_root();
     let both = || vec![s.own(0), Operand::Recv(s.right())];

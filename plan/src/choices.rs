@@ -111,8 +111,8 @@ impl Choices {
         self
     }
 
-    /// The rules for a group. If there is none for a collective, it gets that of the largest smaller group with the same links, as
-    /// many hosts and more than half its ranks. For sizes whose algorithm does not suit, none is known.
+    /// The rules for a group. If there is none for a collective, the rule of a smaller group takes its place: of those with the same links, as many
+    /// hosts and more than half as many ranks, the largest. For sizes whose algorithm does not suit (`suits`), none is known.
     pub fn of_group(&self, group: GroupShape, suits: impl Fn(Kind, Algo) -> bool) -> GroupChoices {
         let near = |rule: &&Rule| {
             let GroupShape { link, hosts, ranks } = rule.group;

@@ -48,8 +48,8 @@ pub struct Env {
     pub in_order: bool,
 }
 
-/// The algorithm for a collective of `bytes` (those of `count` elements: of one block, where there are several; of the
-/// largest, where blocks differ). There is a plan by it for every shape with these numbers of ranks and hosts.
+/// The algorithm for a collective of `bytes`: the size of one block if a buffer has several, and of the largest block if they differ. There is a plan
+/// by this algorithm for every shape with these numbers of ranks and hosts.
 #[inline]
 pub fn choose(kind: Kind, bytes: usize, env: &Env) -> Algo {
     let small = bytes <= SMALL;

@@ -20,7 +20,7 @@ pub(super) fn all_reduce(s: &Shape) -> Plan {
 }
 
 /// Chunk p goes to rank p, which reduces it and sends the result to the root. A rank that is not the root has no memory for the
-/// result, so it is only in the hand.
+/// result, so the result is only in the hand (`compile.rs`).
 pub(super) fn reduce(s: &Shape) -> Plan {
     let mut steps = scatter(s);
     if s.rank == s.root {

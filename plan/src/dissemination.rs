@@ -3,8 +3,8 @@
 //! barrier: `ceil(log2 n)` hops; a rank sends one token per hop.
 //! Source: Hensgen, Finkel, Manber, "Two algorithms for barrier synchronization", IJPP 17(1), 1988.
 //!
-//! If n is not a power of two, a token may contain a rank twice. That does no harm: tokens are combined by "or".
-//! The next token is written where this one is sent from, so it waits in the hand until this one has been released.
+//! If n is not a power of two, a token may contain a rank twice. That does no harm: tokens are combined by "or". The next token is
+//! written where this one is sent from, so it waits in the hand (`compile.rs`) until this one has been released.
 
 use crate::shape::send;
 use crate::{Operand, Plan, Rank, Shape, Step};

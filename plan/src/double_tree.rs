@@ -39,7 +39,8 @@ fn root(first: Rank, size: usize) -> Rank {
     first + (1 << size.ilog2()) - 1
 }
 
-/// A rank's place in that tree: the ranks before the root are a complete binary tree, those after it a tree of the same sort.
+/// A rank's place in the tree of `size` ranks from `first` on: the ranks before the root are a complete binary tree, those after it a tree of the
+/// same sort.
 fn in_order(mut first: Rank, mut size: usize, rank: Rank) -> Tree {
     let mut parent = None;
     loop {

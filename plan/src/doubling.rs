@@ -6,11 +6,11 @@
 //! IJHPCA 19(1), 2005, section 4.5, also for group sizes that are no power of two.
 //!
 //! With `2^m` the largest power of two up to n, the first `2 (n - 2^m)` ranks pair up: the even rank of a pair sends its
-//! data to the odd one and gets the result from it. So a rank always holds the sum of consecutive ranks, the ranks of two
-//! partners adjoin, and both partners take the sum of the lower ranks as first operand:
+//! data to the odd one and gets the result from it. So a rank always holds the sum of consecutive ranks. The ranks that one
+//! partner has summed directly follow those that the other has summed, and both take the sum of the lower ranks as first operand:
 //! all ranks evaluate the same expression, and get the same bits.
 //!
-//! A partner stores the sum where it sends from, so the sum waits in the hand until the message has been released.
+//! A partner stores the sum where it sends from, so the sum waits in the hand (`compile.rs`) until the message has been released.
 
 use crate::shape::{keep, send};
 use crate::{Operand, Plan, Rank, Shape, Step};
@@ -30,7 +30,7 @@ pub(super) fn all_reduce(s: &Shape) -> Plan {
     let partners: Vec<Rank> =
         (0..power.ilog2()).map(|k| real(me ^ (1 << k))).chain(folded.then(|| s.rank - 1)).collect();
 
-    // The first partner gets our own data, or, if we are folded, the sum of our pair; each later partner gets the sum so far.
+    // The first partner gets our own data or, if we are the odd rank of a pair, the pair's sum; each later partner gets the sum so far.
     let (mut steps, mut have) = (Vec::new(), s.own(0));
     if folded {
         steps.push(combine(s, s.rank - 1, have, partners[0]));

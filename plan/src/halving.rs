@@ -6,10 +6,10 @@
 //! | reduce_scatter | recursive halving | `floor(log2 n)` | `(n-1) * count` | Träff, "Optimal, non-pipelined reduce-scatter and allreduce algorithms", 2024 |
 //! | all_reduce | halving, then doubling | `2 floor(log2 n)` | `2 (n-1)/n * count` | the same; for powers of two Rabenseifner, "Optimization of collective reduction operations", ICCS 2004 |
 //!
-//! If n is not a power of two, no ranks are folded into others, and none idles. Block b goes out from rank b along a tree: the
-//! rank `b + d` gets it from the rank `b + e` (both mod n), where e is d without its highest bit. Sums for block b come in
-//! along the same tree. Each block has its place in memory, so blocks are never shifted, as they are in the source. (There are
-//! `ceil(log2 n)` distances, but no block travels all of them unless n is a power of two: so there are `floor(log2 n)` hops.)
+//! If n is not a power of two, no ranks pair up first, as they do in recursive doubling, and none idles. Block b goes out from rank b along a tree:
+//! the rank `b + d` gets it from the rank `b + e` (both mod n), where e is d without its highest bit. Sums for block b come in along the same tree.
+//! Each block has its place in memory, so blocks are never shifted, as they are in the source. (There are `ceil(log2 n)` distances, but no block
+//! travels all of them unless n is a power of two: so there are `floor(log2 n)` hops.)
 //!
 //! Sums are combined in the order of that tree, which is not rank order. One rank finishes each block, and all get that rank's
 //! bits.
@@ -28,7 +28,8 @@ pub(super) fn all_gather(s: &Shape) -> Plan {
 /// The sums for each block come in along its tree, to the rank that the block belongs to.
 ///
 /// In place, a sum that is only sent on is stored in its block: **some of the other ranks' blocks are overwritten**. Out of
-/// place it is stored in scratch memory. (If it were only in the hand, the plan would deadlock once a block has three slices.)
+/// place it is stored in scratch memory. (If it were only in the hand, `compile.rs`, the plan would deadlock once a block has three
+/// slices.)
 pub(super) fn reduce_scatter(s: &Shape) -> Plan {
     // The sums for the ranks up to this distance before us pass through us.
     let inner = (1..s.n).take_while(|&d| further(s, d).next().is_some()).count();

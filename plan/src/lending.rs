@@ -18,7 +18,7 @@ pub fn lending(kind: Kind, algo: Algo, s: &Shape) -> Option<Plan> {
     (folds && s.n > 1).then(|| all_reduce(s))
 }
 
-/// Lend every peer its chunk of our input and output; fold our chunk of all inputs into all outputs.
+/// Lends each peer the chunk of our input and output that the peer folds, and folds our chunk of all inputs into all outputs.
 fn all_reduce(s: &Shape) -> Plan {
     let lend = |to| Step { loan: Some(Loan { to, read: s.input(to), write: s.out(to) }), ..Step::default() };
     let mut steps: Vec<Step> = s.onwards().map(lend).collect();

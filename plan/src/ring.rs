@@ -8,7 +8,7 @@
 //!
 //! A chunk is summed in ring order from the rank where it starts, so the rounding depends on the chunk's index. But one rank
 //! finishes it, and all get that rank's bits. Every step that receives and sends on stores what it sends in `dst`: a ring of steps
-//! that keep it only in the hand deadlocks as soon as a chunk has more than one slice.
+//! that keep it only in the hand (`compile.rs`) deadlocks as soon as a chunk has more than one slice.
 
 use crate::shape::{keep, send};
 use crate::spread::first;

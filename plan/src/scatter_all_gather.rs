@@ -39,7 +39,7 @@ pub(super) fn broadcast(s: &Shape) -> Plan {
 }
 
 /// Chunk c starts at rank c and is finished by rank c - 1, which sends it to the root. Partial sums are stored in
-/// scratch memory, on the root in the output: a ring of steps that keep them only in the hand would deadlock.
+/// scratch memory, on the root in the output: a ring of steps that keep them only in the hand (`compile.rs`) would deadlock.
 pub(super) fn reduce(s: &Shape) -> Plan {
     let root = s.rank == s.root;
     let place = |c| if root { s.out(c) } else { s.scratch(c) };

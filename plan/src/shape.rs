@@ -1,4 +1,4 @@
-//! What a plan depends on, and the small vocabulary that the algorithms are written in.
+//! What a plan depends on, and the small vocabulary that the algorithms are written in. "We" and "our" mean the rank whose plan is made.
 
 use crate::{Algo, At, INPUT, Kind, Layout, OUTPUT, Operand, Plan, Rank, SCRATCH, Step};
 

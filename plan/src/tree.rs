@@ -12,7 +12,7 @@
 //! run of neighbouring ranks, whatever the root, so operands are in rank order. The binomial tree counts ranks from the
 //! root and wraps round the end of the group, so it combines in rank order only if the root is rank 0.
 //!
-//! In a reduce a rank that is not the root stores nothing: the sum that it sends is in the hand.
+//! In a reduce a rank that is not the root stores nothing: the sum that it sends is in the hand (`compile.rs`).
 
 use crate::shape::{keep, send};
 use crate::{At, Operand, Plan, Rank, Shape, Step};

@@ -1,4 +1,4 @@
-//! Two ranks of different hosts try whether messages get through by RDMA, before their world says that its links go over it.
+//! Two ranks of different hosts try whether messages get through by RDMA, before it is decided whether the world's links go over RDMA.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,9 +13,9 @@ use super::super::wire::{self, Frames};
 use crate::link::verbs::{Card, Probe};
 use crate::types::Rank;
 
-/// How long the messages may take, between two hosts. A card sends a lost packet again after a second.
+/// How long the messages of a trial may take, apart from what [`limit`] adds for each host. A card sends a lost packet again after a second.
 const LIMIT: Duration = Duration::from_secs(3);
-/// So much longer for each host of the world, as a rank tries the ways to all hosts at once.
+/// How much longer they may take for each host of the world, as a rank tries the ways to all hosts at once.
 const FOR_A_HOST: Duration = Duration::from_millis(10);
 /// How often the device is polled meanwhile.
 const LOOK: Duration = Duration::from_millis(1);
@@ -99,8 +99,8 @@ async fn send(probe: &mut Probe, limit: Duration) -> Tried {
     Ok(())
 }
 
-/// Calls the device's library on a thread of its own, as some calls block: to connect to a port that does not answer takes a second (the kernel asks
-/// for its address on the network). On the control thread, everything of this process's worlds would stand still meanwhile.
+/// Calls the device's library on a thread of its own, as some calls block: to connect to a port that does not answer takes a second, in which the
+/// kernel asks the network for the port's address. On the control thread, such a call would hold up all worlds of this process.
 ///
 /// # Errors
 /// The errors of the call; or no thread can be started.

@@ -63,7 +63,7 @@ fn open_mpi_and_slurm() {
     assert_eq!((r.rank, r.size, r.place()), (1, 2, "10.0.0.9:1234".into()));
     let r = read(&[&slurm[..], &common, &[("MASTER_ADDR", "head")]].concat()).unwrap();
     assert_eq!(r.place(), "head:1234");
-    // A half of one launcher's does not hide another's.
+    // One variable of a launcher's two does not hide another launcher, both of whose variables are set.
     let r = read(&[&ompi[..], &common, &[("WORLD_SIZE", "9")]].concat()).unwrap();
     assert_eq!(r.size, 2);
 }

@@ -207,7 +207,7 @@ async fn rank_0_may_leave_in_peace_while_others_are_still_connecting() {
 /// contradict each other.
 #[tokio::test]
 async fn rank_0_is_told_of_a_process_that_cannot_say_which_rank_it_is() {
-    // As a rank that has not come yet, or as one that is already there.
+    // The process goes to rank 0 as rank 1. That rank has not come yet or, if `known`, is already there.
     for known in [false, true] {
         let (mut places, at) = over_tcp(3);
         places.truncate(if known { 2 } else { 1 });

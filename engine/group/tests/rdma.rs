@@ -104,8 +104,8 @@ async fn where_a_port_cannot_be_opened_all_ranks_take_tcp() {
 }
 
 /// A rank on a host of its own that says it has a port, registers, and connects to ranks 0 and 1, but does not say that it is connected
-/// to all. Dropping the result first closes the connection by which the rank registered with rank 0: by its end rank 0 takes the rank for
-/// dead. It then closes the two connections between pairs of ranks.
+/// to all. When the result is dropped, the connection by which the rank registered is closed first: so rank 0 takes the rank for dead. Its
+/// connections to ranks 0 and 1 are closed after that.
 async fn not_connected_yet(at: SocketAddr) -> impl Sized {
     let nobody = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
     let rdma = Some(end("c", port("RoCE v2", 4096)));

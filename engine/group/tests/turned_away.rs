@@ -31,7 +31,7 @@ impl Listen for Full {
     }
 }
 
-/// Who comes at the last moment has all the same time to hear the reason, and this rank hears who came.
+/// A rank that comes at the last moment still has time to hear the reason, and this rank hears who came.
 #[tokio::test]
 async fn a_rank_that_comes_late_hears_why_it_is_turned_away() {
     let token = Token::new(b"a secret");
@@ -42,7 +42,7 @@ async fn a_rank_that_comes_late_hears_why_it_is_turned_away() {
     let turned_away = move |why: &str, purpose: &Purpose| drop(tell.send((why.to_owned(), purpose.clone())));
     let porter = Porter { rank: 3, token: token.clone(), turned_away };
     let serving = tokio::spawn(serve(full, porter, |_: DuplexStream, _| async { Ok(()) }));
-    // It says its first word when the first second, which the listener waits for a connection, is over.
+    // The rank says its first word when the second for which the listener waits for a connection is already over.
     tokio::time::sleep(Duration::from_millis(1100)).await;
     let purpose = Purpose::Local { world: [7; 16], from: 5 };
     let end = tokio::time::Instant::now() + LIMIT;

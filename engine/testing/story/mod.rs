@@ -1,5 +1,5 @@
 //! Stories: ranks that take turns on one thread, in virtual time, over links that a seed delays. The same seed tells the same
-//! story, with real memory and the engine as it is: only the links, the clock and the threads are others.
+//! story. The memory is real, and the engine is the one that users have; only its links, clock and threads are replaced.
 
 mod stage;
 mod survive;

@@ -26,15 +26,16 @@ pub(super) struct Stage {
 
 #[derive(Default)]
 struct State {
-    /// Since the beginning.
+    /// The virtual time since the story's beginning.
     now: Duration,
     draws: u64,
-    /// By when, and in the order in which they were set: whom to wake, if it is anybody in particular.
+    /// The task to wake at each time; timers of the same time are in the order in which they were set. `None`: no task, but the endpoints get
+    /// a turn then.
     timers: BTreeMap<(Duration, u64), Option<Waker>>,
     timers_set: u64,
-    /// Those that have ended are gone.
+    /// By id. `None`: the task has ended, or is being polled.
     tasks: Vec<Option<(Rank, Task)>>,
-    /// Tasks that were woken.
+    /// The ids of tasks that were woken.
     ready: VecDeque<usize>,
     endpoints: Vec<(Rank, Arc<dyn Driven>)>,
     dead: Vec<Rank>,
@@ -79,7 +80,7 @@ impl Stage {
         Box::pin(Sleep { stage: Arc::downgrade(self), pause, until: None })
     }
 
-    /// Goes on until `is_over`, and at most for so long in virtual time. Whether it is over.
+    /// Lets the story go on until `is_over`, but for at most `most` of virtual time. Returns whether it is over.
     pub(super) fn run(self: &Arc<Self>, most: Duration, is_over: impl Fn() -> bool) -> bool {
         let end = self.state.lock().now + most;
         loop {
@@ -126,7 +127,7 @@ impl Stage {
         true
     }
 
-    /// Gives the endpoint of each rank a turn, in an order by the seed. Whether anything moved.
+    /// Gives each rank's endpoint a turn, in an order that follows from the seed. Returns whether anything moved.
     fn drive_all(&self) -> bool {
         let mut list = self.state.lock().endpoints.clone();
         let mut moved = false;
@@ -230,7 +231,7 @@ impl Runtime for OfRank {
         self.stage.state.lock().endpoints.push((self.rank, endpoint));
     }
 
-    // Every endpoint has its turn before time goes on.
+    // Nothing needs to be done: every endpoint has its turn before time goes on.
     fn nudge(&self) {}
 
     fn kick(&self) {}

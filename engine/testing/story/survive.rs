@@ -19,9 +19,9 @@ const COUNT: usize = 500;
 /// What the survivors of a story have in common.
 #[derive(Default)]
 struct Seen {
-    /// Ranks of the world in each communicator, by its name: the first that was made says who they are.
+    /// By the name of a communicator: the ranks of the world that are its members, as the first of them has seen it.
     members: Mutex<BTreeMap<String, Vec<Rank>>>,
-    /// Ranks that are the last of their communicator, or have taken sums often enough in one of `left` ranks.
+    /// How many ranks have taken enough sums in a communicator of `left` ranks.
     ended: AtomicUsize,
 }
 
@@ -51,13 +51,13 @@ async fn goes_on(stage: Arc<Stage>, mut comm: Comm, rank: Rank, left: usize, see
         }
     }
     seen.ended.fetch_add(1, Ordering::Relaxed);
-    // It stays: who goes first would be another loss.
+    // The rank keeps its communicator: to the others its leaving would be one more loss.
     stage.log(format!("rank {rank} is through"));
     std::future::pending::<()>().await;
     drop(comm);
 }
 
-/// Of `n` ranks all but `left` die. The log, and whether those that are left came through.
+/// Tells a story in which of `n` ranks all but `left` die. Returns the log, and whether those that are left came to their end.
 fn tell(n: usize, left: usize, seed: u64) -> (Vec<String>, bool) {
     let (ranks, comms) = Ranks::new(n, seed);
     let (stage, seen) = (&ranks.stage, Arc::new(Seen::default()));
@@ -66,7 +66,7 @@ fn tell(n: usize, left: usize, seed: u64) -> (Vec<String>, bool) {
     }
     let mut alive: Vec<Rank> = (0..n).collect();
     while alive.len() > left {
-        // Often soon enough to fall into the shrinking after the last death, which is heard of 1 to 20 ms later.
+        // Often so soon that the others are still shrinking after the death before, of which they hear 1 to 20 ms later.
         stage.run(Duration::from_micros(stage.draw(30_000)), || false);
         ranks.kill(alive.swap_remove(stage.draw(alive.len() as u64) as usize));
     }

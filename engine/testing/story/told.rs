@@ -1,4 +1,4 @@
-//! Stories that are told.
+//! Stories of ranks that take means: without a death, with one, and with broken plans.
 
 use std::panic::catch_unwind;
 use std::sync::Arc;
@@ -105,7 +105,7 @@ struct Plot {
     dies: bool,
 }
 
-/// As it was told.
+/// What became of a story.
 struct Told {
     log: Vec<String>,
     /// All ranks that live have come to an end.
@@ -199,8 +199,8 @@ fn whenever_a_rank_dies_the_others_name_it_and_have_their_buffers_back() {
     }
 }
 
-/// What is planted in a story belongs to it: each broken plan of a rank is noticed, by wrong means, the deadline or a panic, and the story
-/// beside it, on another thread, ends well each time.
+/// A plan is broken in one story only. That story notices each broken plan of a rank, by wrong means, the deadline or a panic; a story that another
+/// thread tells meanwhile ends well each time.
 #[test]
 fn every_broken_plan_is_noticed_in_its_story_and_in_no_other() {
     let plot = Plot { n: 3, rounds: 1, algo: Algo::Ring, dies: false };

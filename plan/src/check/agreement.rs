@@ -17,9 +17,10 @@
 //!
 //! What happens depends on when frames are sent and seen. In groups of up to [`ALL_SCHEDULES`] ranks every order is tried, in larger
 //! groups two: the one in which every possible loan is made and seen before any message, and the opposite. The order with the loans
-//! first is the worst case. Every loan of any other order is made in it too, so a rank that folds in another order also folds in
-//! this one. A rank that takes its steps in this order cannot lend, or has seen a message on a link that can carry no loan: so it
-//! takes its steps in every order. So a rank that decides in this order is undecided in no other.
+//! first is the worst case. It has every loan of any other order, so a rank that folds in some other order also folds in this one.
+//! And a rank that takes its steps in this order cannot lend, or has seen a message on a link on which no loan can come (the sender
+//! cannot lend, or not to this rank): so it takes its steps in every order. Hence a rank that decides in this order decides in
+//! every other order, too.
 
 use std::collections::HashSet;
 

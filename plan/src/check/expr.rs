@@ -25,7 +25,7 @@ pub(super) struct Value {
     pub(super) twice: u128,
     /// Which piece (chunk and slice) of their input they contributed, or [`MIXED`].
     pub(super) piece: u32,
-    /// Whether the last thing that happened to it was that it was finished.
+    /// Whether the step that made it finished it ([`crate::Step::finish`]).
     pub(super) finished: bool,
     /// Whether it, or one of its operands, was finished and then combined or finished again.
     pub(super) spoiled: bool,

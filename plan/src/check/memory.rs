@@ -3,7 +3,7 @@
 use super::expr::{Id, NOTHING, Values};
 use crate::{At, Rank};
 
-/// A value, and how many messages it took to make it.
+/// A value, and the length of the longest chain of messages that led to it.
 pub(super) type Valued = (Id, u32);
 
 /// What memory holds before anything was written to it.
@@ -24,7 +24,7 @@ impl Memory {
         self.base[rank][at.slot as usize] + at.chunk as usize * self.slices + slice
     }
 
-    /// What a piece of it holds.
+    /// The value that a piece of memory holds.
     pub(super) fn holds(&self, rank: Rank, at: At, slice: usize) -> Id {
         self.cells[self.index(rank, at, slice)].0
     }

@@ -13,8 +13,8 @@
 //! ranks take the plans of loans or none does is another question: see [`agree`].
 //!
 //! At the end every piece of every rank's memory is checked: each result has exactly once every contribution that it should
-//! have, and no other; all ranks that hold the same result hold the same expression (the same bits); it was finished exactly
-//! once (in a scan: never); and what must not be written is unchanged.
+//! have, and no other; all ranks that hold the same result hold the same expression (the same bits); each reduction was finished
+//! ([`super::Step::finish`]) exactly once (in a scan: never); and what must not be written is unchanged.
 //!
 //! Lengths are compared for several counts. Where each rank has a count of its own ([`super::Layout::Table`]), they are compared
 //! for one set of counts, which vary from rank to rank, and some of which are 0.

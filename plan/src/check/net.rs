@@ -79,7 +79,7 @@ impl<'a> Net<'a> {
         Ok(net)
     }
 
-    /// Gives each message and loan that a step takes its number among the messages of its link.
+    /// Notes which messages and loans a step takes, and the number of each among the messages of its link.
     fn receives(&mut self, rank: Rank, g: u32, step: &Step) {
         let n = self.n;
         let mut next = |from: Rank| {

@@ -52,7 +52,7 @@ fn lent_memory_is_left_alone() {
         // What the borrower may write is neither written nor read.
         assert_eq!(held(&with(in_place, copy(scratch, output)), in_place), held_by_2(OUTPUT));
         assert_eq!(held(&with(in_place, copy(output, scratch)), in_place), held_by_2(OUTPUT));
-        // Nor is it sent. Rank 1 receives the chunk after its own folds; rank 2, which is tried after rank 1, still has the loan then.
+        // Nor is it sent. Rank 1 receives the chunk after it has folded; rank 2, which is tried after rank 1, still has the loan then.
         let mut plans = with(in_place, Step { dst: None, send: vec![1], ..copy(output, scratch) });
         plans[1].slots.push(Layout::Split { parts: 3 });
         plans[1].steps.push(Step { operands: vec![Operand::Recv(0)], ..copy(scratch, scratch) });

@@ -89,7 +89,8 @@ fn a_swap_that_only_buffering_hides() {
     assert!(f.to_string().contains("links that buffer would hide it"), "{f}");
 }
 
-/// Rank 0 sends A to rank 1, then B to rank 1 by way of rank 2; rank 1 receives from rank 2 before it receives A.
+/// Rank 0 sends A to rank 1, then B to rank 1 by way of rank 2. Both are in the same memory, so B waits until A is taken; but rank 1 takes A only
+/// after B.
 #[test]
 fn orders_that_cross_and_only_buffering_hides() {
     let replace = |from, to| Step { send: vec![to], ..keep(Operand::Recv(from), out(0)) };
@@ -240,7 +241,7 @@ fn plans_that_do_not_belong_together() {
     assert!(matches!(check(Kind::Broadcast, 3, true, &plans), Err(Fault::Shape { .. })));
 }
 
-/// Rank 2 adds rank 0's input before rank 1's sum, not after it: the right contributions, in another order.
+/// Rank 2 adds rank 0's input first, and then puts rank 1's in front of it: the right contributions, in another order.
 #[test]
 fn a_scan_in_another_order() {
     let f = fault(Kind::Scan, Algo::RecursiveDoubling, 3, |p| p[2].steps.swap(0, 1));

@@ -1,4 +1,4 @@
-//! The plans, the checker, and the checker's own checking.
+//! Tests of the plans, and of the checker: that it finds no fault in any plan, and finds every fault that is put in.
 
 mod all;
 mod broken;
@@ -37,7 +37,7 @@ fn roots(kind: Kind, n: usize) -> Vec<Rank> {
     roots
 }
 
-/// Input and output: two buffers, one, or either.
+/// The values of `in_place` to try. A barrier is always in place.
 fn places(kind: Kind) -> &'static [bool] {
     if kind == Kind::Barrier { &[true] } else { &[false, true] }
 }

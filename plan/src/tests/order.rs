@@ -1,4 +1,4 @@
-//! What is promised about the order of combining is so, and no more than is so is left out.
+//! Every promise about the order of combining is kept, and no promise is missing that would be kept.
 
 use super::*;
 use crate::check::check_slices;
@@ -32,7 +32,7 @@ fn promises_of_order_are_kept_and_tight() {
     }
 }
 
-/// Every collective that combines can be asked for either.
+/// Any collective may be asked for a deterministic result, and with it for rank order.
 #[test]
 fn every_collective_has_a_deterministic_algorithm() {
     for kind in Kind::ALL {

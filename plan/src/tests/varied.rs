@@ -30,7 +30,8 @@ fn every_varied_form_is_right_at_every_size() {
     }
 }
 
-/// Partial sums of blocks that differ fit nowhere but in memory of their own; no other plan takes any.
+/// If blocks differ in length, a reduce_scatter that sums on the way needs scratch memory for partial sums, with room for every block; no other of
+/// these plans has scratch memory.
 #[test]
 fn only_partial_sums_take_memory_for_blocks_that_differ() {
     for kind in Kind::ALL {
@@ -59,7 +60,7 @@ fn lengths_of_tables_are_compared() {
     }
     let fault = check(Kind::ReduceScatter, 0, false, &plans).expect_err("lengths differ");
     assert!(matches!(fault, Fault::Length { .. }), "{fault}");
-    // Only all ranks together have tables.
+    // Either all ranks have tables, or none has.
     let mut plans = plans_of(Kind::AllGather, Algo::Direct, &shape);
     plans[2].slots = vec![Layout::Split { parts: 1 }, Layout::Blocks { blocks: 4 }];
     assert!(matches!(check(Kind::AllGather, 0, false, &plans), Err(Fault::Shape { rank: 2, .. })));
