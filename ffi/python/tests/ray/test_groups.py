@@ -295,6 +295,30 @@ def test_two_processes_of_one_rank(pool, name, helpers, twice):
     wait_until_nothing_is_left(helpers, name)
 
 
+def test_a_rank_that_answers_a_newer_attempt_leaves_nothing_in_the_older(pool, name, helpers):
+    """The test plays two processes of rank 0, by their keys. The first has ended, and cannot delete what rank 1 answers too late."""
+    from allstream.ray.store import Store
+
+    store = Store(name)
+
+    def wait_until(condition):
+        until = time.monotonic() + 30
+        while not condition():
+            assert time.monotonic() < until, store.keys()
+            time.sleep(0.01)
+
+    store.put("call", {"attempt": "first", "world": 2, "pid": 1})
+    ray.get(pool.actors[1].do.remote(helpers.join, 1, 2, name), timeout=90)
+    wait_until(lambda: store.keys("first/here/"))
+    store.put("call", {"attempt": "second", "world": 2, "pid": 2})
+    wait_until(lambda: store.keys("second/here/"))
+    store.put("second/go", {"error": "a test gave up"})
+    with pytest.raises(errors.Rendezvous, match="a test gave up"):
+        ray.get(pool.actors[1].do.remote(summed, 1, name), timeout=90)
+    ray.get(pool.actors[1].do.remote(helpers.leave, 1, name), timeout=90)
+    wait_until_nothing_is_left(helpers, name)
+
+
 def test_something_else_is_called(pool, group):
     def differ(rank, name):
         import ray.util.collective as col

@@ -51,6 +51,8 @@ class Try:
         self.deadline = time.monotonic() + timeout
         self.store = Store(group)
         self.pause = 0.002
+        # Of a rank other than 0: the name of the attempt in which this rank is here.
+        self.answered: Optional[str] = None
 
     def left(self) -> float:
         return max(0.0, self.deadline - time.monotonic())
@@ -109,8 +111,11 @@ def _call(attempt: Try) -> Any:
         raise
     finally:
         listener.close()
-        # If no newer attempt has begun, delete all keys of the group, also those that killed processes left in older attempts.
-        store.delete_all("" if _is_latest(store, name) else f"{name}/")
+        # If no newer attempt has begun, delete all keys of the group, also those that killed processes left in older attempts. No `call`
+        # is no newer attempt: the last rank that gave up has deleted it. If a new rank 0 puts its `call` just now, and loses it here, it
+        # puts it again.
+        latest = (store.get("call") or {}).get("attempt", name) == name
+        store.delete_all("" if latest else f"{name}/")
 
 
 def _is_latest(store: Store, name: str) -> bool:
@@ -185,12 +190,12 @@ def _say_why(attempt: Try, name: str, why: str) -> None:
 def _answer(attempt: Try) -> Any:
     """The part of the other ranks."""
     store, nonce = attempt.store, secrets.token_hex(8)
-    name: Optional[str] = None
     rounds, seen = 0, set()
     try:
         while True:
-            if rounds % 4 == 0 or name is None:
-                name = _answer_call(attempt, nonce, name)
+            if rounds % 4 == 0 or attempt.answered is None:
+                _answer_call(attempt, nonce)
+            name = attempt.answered
             if name and rounds % 8 == 0:
                 seen |= _here(attempt, name)
             go = store.get(f"{name}/go") if name else None
@@ -200,8 +205,8 @@ def _answer(attempt: Try) -> Any:
                 raise _too_late(attempt, name, seen)
             rounds += 1
     except BaseException:
-        if name is not None:
-            _take_back(attempt, name, nonce)
+        if attempt.answered is not None:
+            _take_back(attempt, attempt.answered, nonce)
         raise
 
 
@@ -222,20 +227,24 @@ def _too_late(attempt: Try, name: Optional[str], seen: Set[int]) -> BaseExceptio
     )
 
 
-def _answer_call(attempt: Try, nonce: str, name: Optional[str]) -> Optional[str]:
-    """Reads `call`, and answers if the attempt is new. Returns the name of the attempt in which this rank is here."""
-    store, mine = attempt.store, f"here/{attempt.rank}"
+def _answer_call(attempt: Try, nonce: str) -> None:
+    """Reads `call`, answers if the attempt is new, and notes in `attempt.answered` in which attempt this rank is here."""
+    store, mine, name = attempt.store, f"here/{attempt.rank}", attempt.answered
     call = store.get("call")
     if call is not None and call["attempt"] != name:
         new = call["attempt"]
         if store.get(f"{new}/go") is not None:
-            return name
+            return
+        if name is not None:
+            # Rank 0 of the older attempt may have deleted that attempt's keys before this rank answered, and then nobody else would.
+            _delete_mine(attempt, name, nonce)
+        attempt.answered = new
         store.put(f"{new}/{mine}", {"nonce": nonce, "world": attempt.world, "pid": os.getpid()})
         if call["world"] != attempt.world:
             raise errors.Invalid(
                 attempt.told(f"rank 0 says that the group has {call['world']} ranks, and this rank that it has {attempt.world}")
             )
-        return new
+        return
     if name is not None:
         there = store.get(f"{name}/{mine}")
         if there is None and call is not None and store.get(f"{name}/go") is None:
@@ -243,7 +252,13 @@ def _answer_call(attempt: Try, nonce: str, name: Optional[str]) -> Optional[str]
             store.put(f"{name}/{mine}", {"nonce": nonce, "world": attempt.world, "pid": os.getpid()})
         elif there is not None and there["nonce"] != nonce:
             raise errors.Invalid(attempt.told(f"another process (pid {there['pid']}) has joined as rank {attempt.rank}, too"))
-    return name
+
+
+def _delete_mine(attempt: Try, name: str, nonce: str) -> None:
+    """Deletes this rank's key of an attempt, unless another process has put its own there."""
+    mine = f"{name}/here/{attempt.rank}"
+    if (attempt.store.get(mine) or {}).get("nonce") == nonce:
+        attempt.store.delete(mine)
 
 
 def _go(attempt: Try, nonce: str, go: Dict[str, Any]) -> Any:
@@ -259,9 +274,8 @@ def _take_back(attempt: Try, name: str, nonce: str) -> None:
 
     If rank 0 is alive, it puts its `call` again.
     """
-    store, mine = attempt.store, f"{name}/here/{attempt.rank}"
-    if (store.get(mine) or {}).get("nonce") == nonce:
-        store.delete(mine)
+    store = attempt.store
+    _delete_mine(attempt, name, nonce)
     if not store.keys(f"{name}/here/"):
         if _is_latest(store, name):
             store.delete("call")
