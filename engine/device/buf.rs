@@ -347,7 +347,14 @@ impl<T: Element> DeviceBuf<T> {
             );
             return Err(Error::invalid("on", problem));
         }
-        if self.stream == *stream { Ok(()) } else { stream.wait_event(&self.stream.point()?) }
+        if self.stream == *stream {
+            return Ok(());
+        }
+        let joined = self.stream.0.standing.lock().joined().to_vec();
+        stream.wait_event(&self.stream.point()?)?;
+        // From here on it waits for what the buffer's stream waits for.
+        stream.0.standing.lock().joins(&joined);
+        Ok(())
     }
 
     /// Another buffer of the same memory, in the order of the same stream. The caller sees to it that no element is in two buffers that are used.

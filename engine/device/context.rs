@@ -14,7 +14,7 @@ use allstream_sys::cuda::{
 };
 use parking_lot::{MappedMutexGuard, Mutex, MutexGuard};
 
-pub(super) use self::lines::{Line, Owner, Point, Standing, Way, Ways};
+pub(super) use self::lines::{Joined, Line, Owner, Point, Standing, Way, Ways};
 use self::synchronized::Synchronized;
 use super::allocations::Allocations;
 use super::blocks::Pool;

@@ -8,6 +8,7 @@ use parking_lot::Mutex;
 
 use super::context::Line;
 use super::stream::DeviceStream;
+use crate::commands::Commands;
 
 /// How many streams of a rank are remembered.
 const KEPT: usize = 4;
@@ -22,8 +23,12 @@ pub(crate) struct Inputs {
     pub(super) joined: Mutex<Vec<Joined>>,
     /// All of the rank's work for the operations before this number is on a stream.
     pub(super) ended: AtomicU64,
-    /// The rank's next operation has been put off, and is tried again when another rank's `ended` grows.
-    pub(super) is_put_off: AtomicBool,
+    /// One more than the number of the rank's operation whose inputs the rank's stream is not to wait for yet ([`holds_back`](Self::holds_back)).
+    held_back: AtomicU64,
+    /// Somebody is to be woken when more work of the communicator is on a stream: the rank has put its next operation off, or `to_tell` has entries.
+    is_awaited: AtomicBool,
+    /// Whom else to wake then: ranks of other communicators, whose next operations wait for one that this rank has joined.
+    to_tell: Mutex<Vec<Weak<Commands>>>,
 }
 
 pub(super) struct Joined {
@@ -36,8 +41,9 @@ pub(super) struct Joined {
 impl Inputs {
     pub(crate) fn new() -> Inputs {
         let thread = Mutex::new(std::thread::current().id());
-        let (ended, is_put_off) = (AtomicU64::new(0), AtomicBool::new(false));
-        Inputs { used: Mutex::default(), thread, joined: Mutex::default(), ended, is_put_off }
+        let (ended, is_awaited) = (AtomicU64::new(0), AtomicBool::new(false));
+        let (used, joined, held_back, to_tell) = Default::default();
+        Inputs { used, thread, joined, ended, held_back, is_awaited, to_tell }
     }
 
     pub(super) fn called(&self, streams: &[DeviceStream]) {
@@ -58,6 +64,42 @@ impl Inputs {
 
     pub(super) fn thread(&self) -> ThreadId {
         *self.thread.lock()
+    }
+
+    /// Notes whether this operation's inputs are behind one of which some work is on no stream yet, so that the rank's stream must not wait for them.
+    pub(super) fn holds_back(&self, number: u64, is_so: bool) {
+        self.held_back.store(if is_so { number + 1 } else { 0 }, Ordering::Release);
+    }
+
+    pub(super) fn is_held_back(&self, number: u64) -> bool {
+        self.held_back.load(Ordering::Acquire) == number + 1
+    }
+
+    /// Has the rank woken when more work of its communicator is on a stream. After this call the caller looks once more whether it has to wait.
+    pub(super) fn puts_off(&self) {
+        self.is_awaited.swap(true, Ordering::SeqCst);
+    }
+
+    /// The same for a rank of another communicator, with these commands.
+    pub(super) fn tell(&self, whom: &Arc<Commands>) {
+        {
+            let mut to_tell = self.to_tell.lock();
+            to_tell.retain(|other| other.strong_count() > 0);
+            if !to_tell.iter().any(|other| other.as_ptr() == Arc::as_ptr(whom)) {
+                to_tell.push(Arc::downgrade(whom));
+            }
+        }
+        self.puts_off();
+    }
+
+    /// Called when more work of the communicator is on a stream, or when no more will come: wakes the rank, with these commands, and whoever else has
+    /// asked for that.
+    pub(super) fn wake(&self, ours: &Commands) {
+        if self.is_awaited.swap(false, Ordering::SeqCst) {
+            ours.wake();
+            let to_tell = std::mem::take(&mut *self.to_tell.lock());
+            to_tell.iter().filter_map(Weak::upgrade).for_each(|commands| commands.wake());
+        }
     }
 
     /// The streams that have joined this operation or a later one, each with whether its wait is on it already.

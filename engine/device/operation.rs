@@ -20,6 +20,7 @@ use std::sync::{Arc, OnceLock, Weak};
 use allstream_sys::cuda::CuStreamMemOp;
 use parking_lot::Mutex;
 
+use super::context::Joined;
 use super::copied::Copied;
 use super::links::ipc::Far;
 use super::links::peer::PeerDevice;
@@ -59,9 +60,8 @@ pub(crate) struct DeviceOp {
     streams: Vec<DeviceStream>,
     /// What becomes of the contents of the buffers that it writes.
     outputs: Vec<Arc<Fate>>,
-    /// If a buffer's stream waited for another collective at the call: the ranks' streams that are still to be made to wait for the buffer's stream.
-    /// Way was made for that (`make_way`), so that it holds up nobody.
-    will_wait: Mutex<Vec<DeviceStream>>,
+    /// The operations for which the buffers' streams waited at the call, as far as some of their work was on no stream then.
+    behind: Vec<Weak<dyn Joined>>,
     /// The library that takes it whole, if one does.
     taken_by: Option<Arc<dyn Whole>>,
     /// The memory that its parts need beside the buffers; or why there is none.
@@ -102,12 +102,6 @@ impl Drop for DeviceOp {
         if let Some(verdict) = self.state.get_mut().verdict.take().filter(|verdict| verdict.is_good()) {
             verdict.let_go();
         }
-        let will_wait = std::mem::take(self.will_wait.get_mut());
-        if !will_wait.is_empty() {
-            // These streams were not made to wait, and will not be: the operation was never begun, or its commands were cut.
-            let never = move || will_wait.iter().for_each(DeviceStream::waits_now);
-            self.binding.ours.commands.put_always(never);
-        }
     }
 }
 
@@ -133,12 +127,7 @@ impl DeviceOp {
             Some(_) => Vec::new(),
             None => streams.iter().map(DeviceStream::point).collect::<Result<_, _>>()?,
         };
-        // If no way can be made, this operation may hold up another communicator's collective until the deadline.
-        let is_in_a_chain = streams.iter().any(DeviceStream::is_waiting);
-        let mut will_wait = if is_in_a_chain { binding.work_on(&folds, input.is_some()) } else { Vec::new() };
-        if is_in_a_chain && !binding.ours.make_way(will_wait.iter(), false) {
-            will_wait.clear();
-        }
+        let behind = streams.iter().flat_map(|stream| stream.0.standing.lock().joined().to_vec()).collect();
         Ok(DeviceOp {
             binding,
             number: OnceLock::new(),
@@ -151,7 +140,7 @@ impl DeviceOp {
             waits_for_all: AtomicBool::new(false),
             streams,
             outputs,
-            will_wait: Mutex::new(will_wait),
+            behind,
             taken_by,
             workspace,
             copied,
@@ -210,7 +199,7 @@ impl DeviceOp {
             }
             let mut after = operation.after.iter().filter(|_| kept(Wait::After));
             let ordered = after.try_for_each(|event| operation.stream().wait_event(event));
-            operation.waits_for_its_input();
+            operation.waits_for_input.store(true, Ordering::Relaxed);
             ordered?;
             ours.begins(number)?;
             // Not earlier: while the driver blocks in one of these calls, it has not taken the operation.
@@ -261,7 +250,7 @@ impl DeviceOp {
                 }
             }
             operation.stream().put_words("make a stream wait for all ranks' inputs", &mut words)?;
-            operation.waits_for_its_input();
+            operation.waits_for_input.store(true, Ordering::Relaxed);
             launch(operation.stream())?;
             // Not left to the command of `ends`: if that came later, the context would have to be entered once more for it.
             if is_last && operation.folds.are_one { operation.put_over() } else { Ok(()) }
@@ -281,25 +270,8 @@ impl DeviceOp {
     pub(crate) fn awaits_input(&self) -> Result<(), Error> {
         let mut words = self.wait_for_input();
         self.stream().put_words("make a stream wait for its rank's input", &mut words)?;
-        self.waits_for_its_input();
-        Ok(())
-    }
-
-    /// Called in a command, when the rank's stream has been made to wait for this rank's inputs.
-    fn waits_for_its_input(&self) {
         self.waits_for_input.store(true, Ordering::Relaxed);
-        self.has_waits(self.stream());
-    }
-
-    /// Called in a command, when this stream, this rank's own or rank 0's, has been made to wait for this rank's inputs.
-    fn has_waits(&self, stream: &DeviceStream) {
-        let mut will_wait = self.will_wait.lock();
-        let at = will_wait.iter().position(|other| other == stream);
-        let made = at.map(|at| will_wait.swap_remove(at));
-        drop(will_wait);
-        if let Some(stream) = made {
-            stream.waits_now();
-        }
+        Ok(())
     }
 
     /// Called when all its work is among the commands: appends the command that marks its end.
@@ -327,7 +299,7 @@ impl DeviceOp {
             words.extend(whose.filter_map(|whose| ours.over_for(whose, number)));
             words.extend(self.binding.over_for_all(number).into_iter().flatten().filter(|_| refreshes));
             self.stream().put_words("end a collective", &mut words)?;
-            self.waits_for_its_input();
+            self.waits_for_input.store(true, Ordering::Relaxed);
         } else {
             ours.tell_when_over(number)?;
         }
@@ -435,6 +407,9 @@ impl DeviceOp {
     /// Whether the ranks in other processes have all called it, and this rank's inputs are missing though its first work [is taken](Self::is_taken).
     /// Work that the driver does not take although nothing on the rank's stream waits for inputs is the driver's fault: then the answer is no.
     pub(crate) fn lacks_inputs(&self) -> bool {
+        if self.waits_for_its_inputs_alone() {
+            return true;
+        }
         let Some(far) = &self.binding.far else { return false };
         // The loans are given back once the command for the kernel is appended. When that is carried out, `waits_for_all` tells the same.
         let all_have_called = far.all_have_lent() || self.waits_for_all.load(Ordering::Relaxed);
@@ -446,9 +421,10 @@ impl DeviceOp {
         self.number().checked_sub(1).is_some_and(|before| self.binding.ours.is_late(before))
     }
 
-    /// The ranks in other processes that lend memory for it, but whose inputs are not there.
+    /// The ranks in other processes that lend memory for it, but whose inputs are not there, and those of this process whose inputs are held back.
     pub(crate) fn unready(&self) -> Vec<Rank> {
-        self.binding.far.iter().flat_map(|far| far.unready()).collect()
+        let far = self.binding.far.iter().flat_map(|far| far.unready());
+        far.chain(self.held_back()).collect()
     }
 
     /// The ranks of this process whose inputs are not there, though their drivers were given the operation.
@@ -512,7 +488,7 @@ impl DeviceOp {
 
     /// Makes a stream, and those of the buffers, wait for the operation's end. `false`: the operation was given up, and no stream was made to
     /// wait.
-    pub(crate) fn join(&self, stream: &DeviceStream) -> Result<bool, Error> {
+    pub(crate) fn join(self: &Arc<Self>, stream: &DeviceStream) -> Result<bool, Error> {
         let end = {
             let mut state = self.state.lock();
             if state.failed {

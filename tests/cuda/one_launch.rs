@@ -95,7 +95,8 @@ fn streams_that_were_joined_early_go_on_with_the_last_ranks_launch() {
                     until("the others have joined", || {
                         joined.load(Ordering::SeqCst) == (last + 1) * (N - 1) + last
                     });
-                    assert_eq!(calls(LAUNCH), last as u64 + 1, "nobody has launched it");
+                    // The join before may return before its own launch is on the stream.
+                    assert!(calls(LAUNCH) <= last as u64 + 1, "nobody has launched it");
                 }
                 let ordered = comm.timeout(LIMIT).on(&stream).all_reduce(grads).join(&stream).unwrap();
                 joined.fetch_add(1, Ordering::SeqCst);
@@ -104,6 +105,7 @@ fn streams_that_were_joined_early_go_on_with_the_last_ranks_launch() {
             }
             let times = N.pow(N as u32) as f32;
             assert!(down(grads) == sums(N, 700).iter().map(|x| x * times).collect::<Vec<_>>());
+            assert_eq!(calls(LAUNCH), N as u64 + 1, "one for each operation");
             soon(comm.close()).unwrap();
         });
         all_is_gone("all ranks have ended");

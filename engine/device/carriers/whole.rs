@@ -154,6 +154,9 @@ impl Carrier for WholeOp {
 
     fn pass(&self, work: &mut Work<'_>, lanes: &mut Lanes<'_>) -> Result<Passed, Error> {
         let mut state = self.state.lock();
+        if !self.device.as_ref().is_none_or(|device| device.inputs_may_be_awaited()) {
+            return Ok(Passed::Going(false));
+        }
         // Peers are told that this rank has called only when all that was submitted earlier for the same device is launched.
         if !state.ticket.as_ref().is_none_or(Ticket::is_first) {
             return Ok(Passed::Going(false));

@@ -11,6 +11,7 @@ use allstream_sys::cuda::{CU_STREAM_NON_BLOCKING, CuEvent, CuStream, Cuda, CudaE
 use parking_lot::{MappedRwLockReadGuard, Mutex, RwLock, RwLockReadGuard};
 
 use super::Context;
+use crate::commands::Commands;
 use crate::device::handle::{Entered, is_not_yet};
 use crate::error::Error;
 
@@ -148,9 +149,20 @@ impl Point {
     }
 }
 
+/// An operation that streams wait for.
+pub(in crate::device) trait Joined: Send + Sync {
+    /// Whether some of its work is on no stream yet, and is to come.
+    fn is_to_come(&self) -> bool;
+
+    /// Wakes whoever drives a rank, through its commands, when more of the operation's work is on a stream, or when no more will come.
+    fn tell(&self, whom: &Arc<Commands>);
+}
+
 /// Whether a stream waits for work that may not be on a stream yet, and what is known of the streams that it holds up while it waits.
 #[derive(Default)]
 pub(in crate::device) struct Standing {
+    /// The operations that it waits for, as far as some of their work was on no stream when it was made to wait.
+    joined: Vec<Weak<dyn Joined>>,
     /// The numbers of the driver's streams that are known to go on while this one waits.
     pub(in crate::device) apart: Vec<u64>,
     /// For a caller's stream: the numbers of other callers' streams that were seen not to go on meanwhile.
@@ -166,6 +178,21 @@ pub(in crate::device) struct Standing {
 }
 
 impl Standing {
+    /// Notes that the stream waits for these operations.
+    pub(in crate::device) fn joins(&mut self, operations: &[Weak<dyn Joined>]) {
+        for operation in operations {
+            if !self.joined.iter().any(|other| Weak::ptr_eq(other, operation)) {
+                self.joined.push(operation.clone());
+            }
+        }
+    }
+
+    /// The operations that the stream waits for, and of which some work is to come.
+    pub(in crate::device) fn joined(&mut self) -> &[Weak<dyn Joined>] {
+        self.joined.retain(|operation| operation.upgrade().is_some_and(|operation| operation.is_to_come()));
+        &self.joined
+    }
+
     /// Forgets what holds only for the former stream of the driver: another one has taken its place.
     pub(in crate::device) fn forget(&mut self) {
         self.apart.clear();

@@ -292,9 +292,10 @@ impl PeerDevice {
         self.put.load(Ordering::Acquire) > number
     }
 
-    /// Whether the driver was given this operation, and its inputs are not there yet. Does not call the driver.
+    /// Whether this rank's inputs of the operation are not there yet, though the driver was given the operation, or is given it only when the streams
+    /// of the inputs can go on. Does not call the driver.
     pub(crate) fn is_late(&self, number: u64) -> bool {
-        self.has_put(number) && !self.has_begun(number)
+        if self.has_put(number) { !self.has_begun(number) } else { self.inputs.is_held_back(number) }
     }
 
     /// Makes a stream wait until the streams of these ranks have come to the end of this operation of ours.

@@ -19,6 +19,8 @@ impl DeviceOp {
             }
             state.verdict.clone()
         };
+        // Nobody waits any longer until all of its work is on streams.
+        self.binding.ours.inputs.wake(&self.binding.ours.commands);
         let leaving = &self.binding.leaving;
         if let Some(verdict) = verdict {
             verdict.settle(Err(cause.clone()));

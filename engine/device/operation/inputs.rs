@@ -8,7 +8,7 @@
 //! with an error that names the rule: at once, or after [`PATIENCE`] where it is not certain that two streams share a queue. It also ends if a join
 //! waits on the host for a call that, as far as is known, only the waiting thread would make, or a thread that waits for that one.
 
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::sync::atomic::Ordering;
 use std::thread::ThreadId;
 use std::time::{Duration, Instant};
@@ -16,7 +16,9 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 
 use super::{Binding, DeviceOp};
+use crate::commands::Commands;
 use crate::device::chores::later;
+use crate::device::context::Joined;
 use crate::device::links::peer::PeerDevice;
 use crate::device::queues::Pair;
 use crate::device::stream::DeviceStream;
@@ -65,9 +67,7 @@ impl Binding {
             device.inputs.ended.fetch_max(number + 1, Ordering::SeqCst);
         }
         for device in self.all.iter().flatten() {
-            if device.inputs.is_put_off.swap(false, Ordering::SeqCst) {
-                device.commands.wake();
-            }
+            device.inputs.wake(&device.commands);
         }
     }
 
@@ -129,6 +129,16 @@ fn leads_here(device: &PeerDevice) -> bool {
     false
 }
 
+impl Joined for DeviceOp {
+    fn is_to_come(&self) -> bool {
+        !self.is_enqueued() && !self.state.lock().failed
+    }
+
+    fn tell(&self, whom: &Arc<Commands>) {
+        self.binding.ours.inputs.tell(whom);
+    }
+}
+
 impl DeviceOp {
     /// Called when the operation is about to be submitted and the points of its inputs on its streams are recorded: notes these streams and this
     /// thread. If a stream of another rank waits for this operation or a later one, may hold up the inputs, and still waits after [`PATIENCE`] while
@@ -151,15 +161,56 @@ impl DeviceOp {
         });
     }
 
-    /// Whether the rank's stream may be made to wait for this operation's inputs now. The inputs may be held up by another rank's stream that waits
-    /// for the end of an earlier operation. That other rank's work for the earlier operation must be on a stream first: put there later, it could share
-    /// a hardware queue with this rank's wait and be stuck behind it. After `false`, whoever drives this rank is woken when that work is on its stream.
+    /// Whether the rank's stream may be made to wait for this operation's inputs now. Work that is put on a stream later could share a hardware queue with
+    /// this rank's wait and be stuck behind it, and so could a stream of a caller's on which another rank makes its input. So first all work must be on
+    /// streams of the operations, of any communicator, that the inputs' streams waited for at the call. The inputs may also be held up by another
+    /// rank's stream that waits for the end of an earlier operation: so must be that other rank's work for the earlier operation. After `false`,
+    /// whoever drives this rank is woken when more of that work is on a stream.
     pub(crate) fn may_begin(&self) -> bool {
-        if self.has_begun.load(Ordering::Acquire) || !self.is_behind_joins() {
+        if self.has_begun.load(Ordering::Acquire) {
             return true;
         }
-        self.binding.ours.inputs.is_put_off.store(true, Ordering::SeqCst);
+        if !self.inputs_may_be_awaited() {
+            return false;
+        }
+        if !self.is_behind_joins() {
+            return true;
+        }
+        self.binding.ours.inputs.puts_off();
         !self.is_behind_joins()
+    }
+
+    /// Whether all work is on streams of the operations for which the inputs' streams waited at the call. After `false`, whoever drives this rank is
+    /// woken when more of it is.
+    pub(crate) fn inputs_may_be_awaited(&self) -> bool {
+        if self.behind.is_empty() {
+            return true;
+        }
+        let ours = &self.binding.ours;
+        let is_behind = self.behind().is_some_and(|operation| {
+            operation.tell(&ours.commands);
+            self.behind().is_some()
+        });
+        ours.inputs.holds_back(self.number(), is_behind);
+        !is_behind
+    }
+
+    /// Whether the rank's stream is not to wait for this operation's inputs yet, and nothing else is missing: all ranks are in this process, and have
+    /// called.
+    pub(super) fn waits_for_its_inputs_alone(&self) -> bool {
+        let is_held_back = self.binding.ours.inputs.is_held_back(self.number());
+        is_held_back && self.binding.far.is_none() && self.uncalled().next().is_none()
+    }
+
+    /// The other ranks of this process whose streams are not to wait for their inputs of this operation yet.
+    pub(super) fn held_back(&self) -> impl Iterator<Item = Rank> {
+        let others = self.binding.all.iter().flatten().filter(|device| !Arc::ptr_eq(device, &self.binding.ours));
+        others.filter(|device| device.inputs.is_held_back(self.number())).map(|device| device.rank())
+    }
+
+    /// An operation for which the inputs' streams waited at the call, if some of its work is still on no stream.
+    fn behind(&self) -> Option<Arc<dyn Joined>> {
+        self.behind.iter().filter_map(Weak::upgrade).find(|operation| operation.is_to_come())
     }
 
     fn is_behind_joins(&self) -> bool {
@@ -246,7 +297,9 @@ impl DeviceOp {
     }
 
     /// Notes that this stream waits for the operation (`is_put`), or is about to wait, while not all of the operation's work is on streams.
-    pub(crate) fn note_join(&self, stream: &DeviceStream, is_put: bool) {
+    pub(crate) fn note_join(self: &Arc<Self>, stream: &DeviceStream, is_put: bool) {
+        let us = Arc::downgrade(self) as Weak<dyn Joined>;
+        stream.0.standing.lock().joins(&[us]);
         self.binding.ours.inputs.joins(stream, self.number(), is_put);
     }
 

@@ -238,12 +238,14 @@ def _answer_call(attempt: Try, nonce: str) -> None:
         if name is not None:
             # Rank 0 of the older attempt may have deleted that attempt's keys before this rank answered, and then nobody else would.
             _delete_mine(attempt, name, nonce)
-        attempt.answered = new
+        attempt.answered = None
         store.put(f"{new}/{mine}", {"nonce": nonce, "world": attempt.world, "pid": os.getpid()})
         if call["world"] != attempt.world:
+            # This rank's answer is not taken back: rank 0 is to find the other size in it, and then deletes it.
             raise errors.Invalid(
                 attempt.told(f"rank 0 says that the group has {call['world']} ranks, and this rank that it has {attempt.world}")
             )
+        attempt.answered = new
         return
     if name is not None:
         there = store.get(f"{name}/{mine}")
