@@ -8,8 +8,8 @@
 //! with an error that names the rule: at once, or after [`PATIENCE`] where it is not certain that two streams share a queue. It also ends if a join
 //! waits on the host for a call that, as far as is known, only the waiting thread would make, or a thread that waits for that one.
 
-use std::sync::{Arc, Weak};
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, Weak};
 use std::thread::ThreadId;
 use std::time::{Duration, Instant};
 
@@ -204,7 +204,8 @@ impl DeviceOp {
 
     /// The other ranks of this process whose streams are not to wait for their inputs of this operation yet.
     pub(super) fn held_back(&self) -> impl Iterator<Item = Rank> {
-        let others = self.binding.all.iter().flatten().filter(|device| !Arc::ptr_eq(device, &self.binding.ours));
+        let others =
+            self.binding.all.iter().flatten().filter(|device| !Arc::ptr_eq(device, &self.binding.ours));
         others.filter(|device| device.inputs.is_held_back(self.number())).map(|device| device.rank())
     }
 

@@ -81,7 +81,10 @@ impl Probe {
         let _ways = context.ways.lock();
         for others in others.chunks(self.bells.len()) {
             match self.question(waiting, others) {
-                Ok(answers) => note(waiting, others, &answers),
+                Ok(answers) => {
+                    note(waiting, others, &answers, Pair::Apart);
+                    self.confirm(waiting, others, &answers);
+                }
                 Err(error) => {
                     tracing::debug!("a device does not say whether streams hold up each other: {error}");
                 }
@@ -89,6 +92,19 @@ impl Probe {
             if self.bells.len() < others.len() {
                 return;
             }
+        }
+    }
+
+    /// Asks once more about the streams whose words came late, and notes what is the same both times: on a busy host any answer may be late.
+    fn confirm(&mut self, waiting: &DeviceStream, others: &[DeviceStream], answers: &[Pair]) {
+        let late = others.iter().zip(answers).filter(|(_, answer)| **answer == Pair::Together);
+        let late: Vec<DeviceStream> = late.map(|(stream, _)| stream.clone()).collect();
+        if late.is_empty() || self.bells.len() < late.len() {
+            return;
+        }
+        if let Ok(answers) = self.question(waiting, &late) {
+            note(waiting, &late, &answers, Pair::Apart);
+            note(waiting, &late, &answers, Pair::Together);
         }
     }
 
@@ -137,13 +153,13 @@ impl Probe {
     }
 }
 
-/// Notes each answer for both streams, as it holds in both directions. `Apart` is certain. `Together` is not: a stream whose word
+/// Notes, for both streams, each answer that is `what`, as it holds in both directions. `Apart` is certain. `Together` is not: a stream whose word
 /// came late may only have been slow, so nothing is concluded from it about further streams.
-fn note(waiting: &DeviceStream, others: &[DeviceStream], answers: &[Pair]) {
-    for (other, answer) in others.iter().zip(answers) {
+fn note(waiting: &DeviceStream, others: &[DeviceStream], answers: &[Pair], what: Pair) {
+    for (other, _) in others.iter().zip(answers).filter(|(_, answer)| **answer == what) {
         for (stream, of) in [(waiting, other), (other, waiting)] {
             let (mut standing, id) = (stream.0.standing.lock(), of.0.way().id);
-            match answer {
+            match what {
                 Pair::Apart => add(&mut standing.apart, id),
                 Pair::Together => add(&mut standing.together, id),
                 Pair::Unknown => {}
