@@ -15,7 +15,7 @@ use super::slicing::Slicing;
 use crate::error::Error;
 use crate::link::waits::Wait;
 use crate::plan::{INPUT, OUTPUT, Program, Slot, Step};
-use crate::types::{Finish, ReduceOp, Signature};
+use crate::types::{Finish, Kind, ReduceOp, Signature};
 
 /// The operation, and the part of it, that a pass works on.
 #[derive(Clone, Copy)]
@@ -45,6 +45,16 @@ impl<'a> Context<'a> {
     pub(crate) fn divisor(&self, step: &Step) -> Option<Finish> {
         let ranks = self.program().plan.size as u32;
         self.divides(step).then(|| Finish { ranks, halved: self.part.halved(&self.op.reduction) })
+    }
+
+    /// Whether receivers only copy a payload of step `i`, of so many bytes, and do not combine it with other operands: that is so if the collective
+    /// combines no values, or if the payload is a final result; but in a scan the next rank adds to a final result.
+    pub(crate) fn is_copied(&self, i: usize, bytes: usize) -> bool {
+        bytes > Port::INLINE
+            && self.op.signature.collective().is_some_and(|kind| match kind {
+                Kind::Scan | Kind::ExScan => false,
+                kind => !kind.reduces() || self.program().nodes[i].is_final,
+            })
     }
 
     /// The signature in the frames of step `i`.

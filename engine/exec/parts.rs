@@ -6,9 +6,10 @@ use super::backend::Backend;
 use super::lends::Lends;
 use super::operation::{Operation, Part};
 use super::port::{Lent, Port};
+use super::run::at_once::AtOnce;
 use super::run::{BUDGET, PartRun};
 use crate::error::Error;
-use crate::mem::Reach;
+use crate::mem::{ALL, Reach};
 use crate::types::Rank;
 
 /// How many parts of one operation are in flight together. With several, a list of small buffers takes few round trips: each small
@@ -26,6 +27,15 @@ impl NextPart {
     /// The first part of an operation's second half.
     pub(crate) fn of_second_half(self) -> NextPart {
         NextPart { index: 0, ..self }
+    }
+
+    /// Whether no part of the operation has been started.
+    fn is_first(self) -> bool {
+        self.number == 0 && self.index == 0
+    }
+
+    fn following(self) -> NextPart {
+        NextPart { index: self.index + 1, number: self.number.wrapping_add(1) }
     }
 }
 
@@ -81,11 +91,22 @@ impl<B: Backend, L: Lends> Parts<B, L> {
     ) -> Result<(bool, bool), Error> {
         let Work { op, next, reach } = work;
         let reach = *reach;
+        if next.is_first() && reach == ALL {
+            let done = PartRun::<B, L>::at_once(&mut self.backend, (self.comm, op), port)?;
+            if let (AtOnce::Posted, Some(part)) = (&done, op.parts.get(0)) {
+                self.start(op, part, **next, reach);
+                self.running.iter_mut().for_each(|run| run.posted_at_once());
+            }
+            if !matches!(done, AtOnce::Nothing) {
+                **next = next.following();
+                return Ok((true, matches!(done, AtOnce::All)));
+            }
+        }
         while self.running.len() < WINDOW
             && let Some(part) = op.parts.get(next.index)
         {
             self.start(op, part, **next, reach);
-            **next = NextPart { index: next.index + 1, number: next.number.wrapping_add(1) };
+            **next = next.following();
         }
         let (mut any, mut i, mut touched) = (false, 0, 0);
         while i < self.running.len() && touched < BUDGET {
@@ -194,7 +215,6 @@ pub(super) mod tests {
     use crate::link::local::{Doorbell, LocalRx, LocalTx, MemoryLock};
     use crate::link::region::Region;
     use crate::link::{LinkRx, LinkTx, SLOT};
-    use crate::mem::ALL;
     use crate::plan::{self, Program, Shape};
     use crate::types::{Algo, DType, Kind, ReduceOp, Signature};
 
@@ -239,17 +259,15 @@ pub(super) mod tests {
         }
     }
 
-    /// Broadcasts `bytes` from rank 0. Returns the most bytes that one pass of this rank touched.
-    fn broadcast(rings: Rings, bytes: usize) -> usize {
-        let (rank, region) = (rings.rank, rings.regions[rings.rank].clone());
+    /// A broadcast of these bytes from rank 0, for one of two ranks.
+    fn broadcast_of(memory: &mut [u8], rank: Rank) -> Operation {
         let shape = Shape { n: 2, rank, in_place: true, ..Shape::default() };
         let plan = plan::plan(Kind::Broadcast, Algo::OneShot, &shape).unwrap();
-        let mut memory = vec![1 - rank as u8; bytes];
         let part = Part {
             program: Arc::new(Program::compile(&plan)),
             input: memory.as_ptr(),
             output: memory.as_mut_ptr(),
-            count: bytes,
+            count: memory.len(),
             dtype: DType::U8,
             tables: None,
             pairwise: false,
@@ -257,9 +275,21 @@ pub(super) mod tests {
         };
         let reduction = Reduction::Op(ReduceOp::Sum);
         let signature = Signature { kind: Kind::Broadcast as u8, ..Signature::default() };
-        let op = Operation::new("test", signature, Duration::MAX, reduction, PartList::One(part));
-        let mut port = Port::new((rank, 2), 0, region, Arc::new(rings));
-        let mut parts = Parts::new(0, Host::new(usize::MAX), HostLoans::new(usize::MAX));
+        Operation::new("test", signature, Duration::MAX, reduction, PartList::One(part))
+    }
+
+    fn parts_and_port(rings: Rings) -> (Parts<Host, HostLoans>, Port) {
+        let (rank, region) = (rings.rank, rings.regions[rings.rank].clone());
+        let parts = Parts::new(0, Host::new(usize::MAX), HostLoans::new(usize::MAX));
+        (parts, Port::new((rank, 2), 0, region, Arc::new(rings)))
+    }
+
+    /// Broadcasts `bytes` from rank 0. Returns the most bytes that one pass of this rank touched.
+    fn broadcast(rings: Rings, bytes: usize) -> usize {
+        let rank = rings.rank;
+        let mut memory = vec![1 - rank as u8; bytes];
+        let op = broadcast_of(&mut memory, rank);
+        let (mut parts, mut port) = parts_and_port(rings);
         let mut next = NextPart::default();
         let (mut most, end) = (0, Instant::now() + Duration::from_secs(60));
         while Instant::now() < end {
@@ -273,6 +303,33 @@ pub(super) mod tests {
             }
         }
         panic!("rank {rank} did not come to its end");
+    }
+
+    #[test]
+    fn a_small_part_of_one_step_is_done_at_once_where_it_can_be() {
+        let [mut root, mut leaf] = Rings::pair().map(parts_and_port);
+        // So many passes of the leaf before the root's first, how many bytes, and which of the two then need no run.
+        let cases = [(0, 1, [true, true]), (0, Port::INLINE, [true, true]), (1, 8, [true, false])];
+        for (early, bytes, at_once) in cases.into_iter().chain([(0, Port::INLINE + 1, [false, true])]) {
+            let mut memory = [vec![1; bytes], vec![0; bytes]];
+            let [from, to] = &mut memory;
+            let ops = [broadcast_of(from, 0), broadcast_of(to, 1)];
+            let mut next = [NextPart::default(); 2];
+            let mut pass = |rank: usize, (parts, port): &mut (Parts<Host, HostLoans>, Port)| {
+                port.reap(|lent| parts.freed(&lent)).unwrap();
+                let mut work = Work { op: &ops[rank], next: &mut next[rank], reach: ALL };
+                parts.pass(&mut work, None, port).unwrap()
+            };
+            for _ in 0..early {
+                assert_eq!(pass(1, &mut leaf), (false, false), "nothing has come yet");
+            }
+            let (_, is_posted) = pass(0, &mut root);
+            assert_eq!(pass(1, &mut leaf), (true, true));
+            assert!(is_posted || pass(0, &mut root).1, "what was lent has come back");
+            let used = [&mut root, &mut leaf].map(|(parts, _)| parts.idle.drain(..).count());
+            assert_eq!(used.map(|runs| runs == 0), at_once, "{bytes} bytes, {early} passes early");
+            assert_eq!(memory[1], vec![1; bytes]);
+        }
     }
 
     /// This holds however fast the peer is. It has to: a pass holds the memory lock, for which the rank's other communicators wait.

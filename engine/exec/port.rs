@@ -166,9 +166,9 @@ impl Port {
         payload: &Payload,
         source: FrameSource,
     ) -> Result<bool, Error> {
+        let is_of_devices = self.channel == DEVICES;
         debug_assert!(
-            self.channel == DEVICES
-                || self.tx(peer).is_ok_and(|tx| header.len as usize <= tx.max_frame_len())
+            is_of_devices || self.tx(peer).is_ok_and(|tx| header.len as usize <= tx.max_frame_len())
         );
         let (at, slot) = match payload {
             Payload::Memory(at) => (*at, None),
@@ -181,6 +181,7 @@ impl Port {
         // `reap` after its last release. Both are valid for `len` bytes: callers cut frames from checked ranges.
         let posted =
             unsafe { if source.is_copied { tx.post_to_copy(header, at)? } else { tx.post(header, at)? } };
+        debug_assert!(is_of_devices || posted == Posted::Copied || header.len as usize > INLINE);
         let gone = posted == Posted::Copied && tx.leaves();
         let elsewhere = posted == Posted::Held && !is_in_slot && tx.touches(at, header.len as usize);
         let is_free = posted == Posted::Copied || is_in_slot && tx.arrives_unread();

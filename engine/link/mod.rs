@@ -203,7 +203,8 @@ pub(crate) trait LinkTx: Send {
     /// Whether a payload of more than [`INLINE`] bytes must be copied to a staging slot first, because the peer cannot read it where it lies.
     fn needs_slot(&self, payload: *const u8, len: usize) -> bool;
 
-    /// Posts a frame with the `header.len` bytes at `payload`. To be called only after `room` has returned `true`.
+    /// Posts a frame with the `header.len` bytes at `payload`. To be called only after `room` has returned `true`. A link between hosts always
+    /// copies a payload of at most [`INLINE`] bytes.
     ///
     /// # Safety
     /// `payload` is valid for reads of `header.len` bytes, and stays valid and unchanged until the frame is
@@ -389,6 +390,16 @@ pub(crate) struct Frame {
 }
 
 impl Frame {
+    /// Whether the frame is all of this message, from the first element on, and all of its `bytes` can be read and none is released.
+    pub(crate) fn is_whole(&self, message: u32, bytes: usize) -> bool {
+        let header = &self.header;
+        header.message == message
+            && header.offset == 0
+            && header.len as usize == bytes
+            && self.ready == bytes
+            && self.done == 0
+    }
+
     /// Counts `bytes` as released, in a frame all of whose bytes can be read. Returns whether the whole frame is released.
     pub(crate) fn advance(&mut self, bytes: usize) -> bool {
         self.done += bytes;

@@ -309,7 +309,8 @@ impl LinkTx for Sink {
             std::hint::black_box(unsafe { payload.wrapping_add(i).read_volatile() });
         }
         self.posted += 1;
-        Ok(if self.posted.is_multiple_of(2) { Posted::Held } else { Posted::Copied })
+        let is_held = self.posted.is_multiple_of(2) && header.len as usize > INLINE;
+        Ok(if is_held { Posted::Held } else { Posted::Copied })
     }
     fn released(&mut self) -> Result<u64, Error> {
         Ok(std::mem::replace(&mut self.released, self.posted))

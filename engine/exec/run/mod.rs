@@ -4,12 +4,14 @@
 //! |---|---|
 //! | `plan_run.rs` | [`PlanRun`]: runs the steps of a plan slice by slice; it can stop after any slice and go on there later |
 //! | `loan_run.rs` | [`LoanRun`]: runs the same collective by loans of memory, where all ranks can lend |
+//! | `at_once.rs` | small parts of one step, which need no run |
 //! | `turn.rs` | how both use a link: when it is a part's turn, how messages are numbered, whether a frame is the expected one |
 //!
 //! Neither of the two runs knows the other. A [`PartRun`] has one of each, and this file alone chooses between them. A part for which
 //! ranks are to lend goes by loans, until it is done or some rank turns out not to be able to lend. Then it takes the steps, from the
 //! first one on. If this rank has already lent memory to peers, they give it back and have written nothing to it.
 
+pub(super) mod at_once;
 mod loan_run;
 mod plan_run;
 mod turn;
@@ -78,6 +80,11 @@ impl<B: Backend, L: Lends> PartRun<B, L> {
         self.plan.start(c);
         self.loans.start(c);
         self.work = Some(part);
+    }
+
+    /// Called after `start`, if all of the part was done at once but this: what was posted has to come back.
+    pub(super) fn posted_at_once(&mut self) {
+        self.plan.posted();
     }
 
     /// Forgets the part, which is done or has failed.

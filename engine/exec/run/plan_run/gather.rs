@@ -7,7 +7,7 @@ use crate::exec::port::{FrameSource, Payload, Port};
 use crate::link::Header;
 use crate::plan::compile::Holds;
 use crate::plan::{INPUT, Operand};
-use crate::types::{Kind, Rank};
+use crate::types::Rank;
 
 /// A partly received frame is worth working on from this many bytes.
 const USEFUL: usize = 32 << 10;
@@ -343,13 +343,7 @@ impl<B: Backend> PlanRun<B> {
         };
         let end = at + m;
         let (operation, step, receiver) = (t.c.op.number, i as u32, t.receiver(k));
-        // Receivers only copy the payload if the collective combines no values, or if the payload is a final result; but in a scan the next
-        // rank adds to a final result.
-        let is_copied = header.len as usize > Port::INLINE
-            && t.c.op.signature.collective().is_some_and(|kind| match kind {
-                Kind::Scan | Kind::ExScan => false,
-                kind => !kind.reduces() || program.nodes[i].is_final,
-            });
+        let is_copied = t.c.is_copied(i, header.len as usize);
         let source = FrameSource { operation, step, receiver, is_copied, end };
         let free = port.post(peer, header, payload, source)?;
         self.touched += m * state.unit;
