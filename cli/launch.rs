@@ -19,7 +19,7 @@ pub(crate) mod guard;
 pub(crate) mod hosts;
 mod logs;
 mod member;
-mod processes;
+pub(crate) mod processes;
 mod records;
 mod relay;
 pub(crate) mod remote;

@@ -4,8 +4,10 @@
 //!
 //! The launcher's own cgroup keeps its limits, which hold for the ranks as well: no controller is enabled for the new one.
 
+use std::ffi::OsString;
 use std::fs::{self, File, OpenOptions};
 use std::io;
+use std::os::unix::ffi::OsStringExt;
 use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -130,6 +132,22 @@ fn processes(cgroup: &Path) -> Vec<Pid> {
     text.lines().filter_map(|pid| pid.parse().ok().and_then(Pid::from_raw)).collect()
 }
 
+/// A path of mountinfo, in which spaces, tabs, line ends and backslashes are written as `\\` and three octal digits.
+fn unescape(word: &str) -> PathBuf {
+    let mut parts = word.split('\\');
+    let mut bytes = parts.next().unwrap_or_default().as_bytes().to_vec();
+    for part in parts {
+        match part.get(..3).and_then(|digits| u8::from_str_radix(digits, 8).ok()) {
+            Some(byte) => {
+                bytes.push(byte);
+                bytes.extend(&part.as_bytes()[3..]);
+            }
+            None => bytes.extend([b"\\", part.as_bytes()].concat()),
+        }
+    }
+    OsString::from_vec(bytes).into()
+}
+
 /// The directory of the cgroup that /proc/PID/cgroup names, by the mounts that /proc/PID/mountinfo lists.
 fn own_cgroup(cgroup: &str, mounts: &str) -> Option<PathBuf> {
     let own = Path::new(cgroup.lines().find_map(|line| line.strip_prefix("0::"))?);
@@ -141,10 +159,10 @@ fn own_cgroup(cgroup: &str, mounts: &str) -> Option<PathBuf> {
         // `ID PARENT DEVICE ROOT PLACE OPTIONS... - TYPE SOURCE OPTIONS`
         let (mount, kind) = line.split_once(" - ")?;
         let mut words = mount.split(' ').skip(3);
-        let (root, place) = (words.next()?, words.next()?);
+        let (root, place) = (unescape(words.next()?), unescape(words.next()?));
         // A container may have mounted a part of the tree.
         let below = own.strip_prefix(root).ok()?;
-        kind.starts_with("cgroup2 ").then(|| Path::new(place).join(below))
+        kind.starts_with("cgroup2 ").then(|| place.join(below))
     })
 }
 
@@ -167,6 +185,8 @@ mod tests {
         assert_eq!(found("0::/user.slice/a b\n", UNIFIED), Some("/sys/fs/cgroup/user.slice/a b".into()));
         assert_eq!(found("8:pids:/x\n0::/y\n", HYBRID), Some("/sys/fs/cgroup/unified/y".into()));
         assert_eq!(found("0::/docker/ab/c\n", PART), Some("/sys/fs/cgroup/c".into()));
+        let escaped = r"29 23 0:26 / /mnt/my\040own\134cgroup\0 rw - cgroup2 cgroup2 rw";
+        assert_eq!(found("0::/a\n", escaped), Some(r"/mnt/my own\cgroup\0/a".into()));
         for (cgroup, mounts) in
             [("8:pids:/x\n", HYBRID), ("0::/x\n", ""), ("0::/docker/cd\n", PART), ("0::/../x\n", UNIFIED)]
         {

@@ -15,16 +15,16 @@ const STARTING: usize = 10;
 
 /// A process, as /proc describes it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Process {
-    pub(super) pid: Pid,
-    pub(super) parent: i32,
+pub(crate) struct Process {
+    pub(crate) pid: Pid,
+    pub(crate) parent: i32,
     pub(super) session: i32,
     /// The process has ended, and its parent has not reaped it.
     pub(super) is_zombie: bool,
 }
 
 /// All processes of this host; none where there is no /proc.
-pub(super) fn all() -> Vec<Process> {
+pub(crate) fn all() -> Vec<Process> {
     let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
     let numbers = entries.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
     numbers.filter_map(|pid| parse(&fs::read(format!("/proc/{pid}/stat")).ok()?)).collect()

@@ -1,13 +1,13 @@
 //! `allstream trace --pid`: asks the processes of a running job for their flight recorders.
 
 use std::collections::BTreeMap;
-use std::fs;
 use std::io::{BufRead, BufReader};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixStream};
 use std::time::Duration;
 
 use super::{Recording, parse};
+use crate::launch::processes::{self, Process};
 
 /// How long a process may take to answer.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -43,16 +43,9 @@ fn connect(pid: u32) -> Option<UnixStream> {
 /// The process and all that descend from it, as far as the system tells.
 fn with_children(pid: u32) -> Vec<u32> {
     let mut children: BTreeMap<u32, Vec<u32>> = BTreeMap::new();
-    for entry in fs::read_dir("/proc").into_iter().flatten().flatten() {
-        let Some(child) = entry.file_name().to_str().and_then(|name| name.parse::<u32>().ok()) else {
-            continue;
-        };
-        let stat = fs::read_to_string(entry.path().join("stat")).unwrap_or_default();
-        // After the name, which may hold anything, come the state and the parent.
-        let parent = stat.rsplit(')').next().and_then(|rest| rest.split_whitespace().nth(1)?.parse().ok());
-        if let Some(parent) = parent {
-            children.entry(parent).or_default().push(child);
-        }
+    for Process { pid: child, parent, .. } in processes::all() {
+        let child = child.as_raw_nonzero().get().unsigned_abs();
+        children.entry(parent.unsigned_abs()).or_default().push(child);
     }
     let mut all = vec![pid];
     let mut next = 0;

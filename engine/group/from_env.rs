@@ -76,6 +76,14 @@ pub(super) fn decline_blocking(rendezvous: Rendezvous, error: &Error) {
     if let Ok(task) = task {
         let end = told.recv_timeout(TELLING);
         task.abort();
-        tracing::debug!("rank 0 was told that this process cannot take part: {end:?}");
+        match end {
+            Ok(Ok(_)) => tracing::debug!("rank 0 was told that this process cannot take part"),
+            Ok(Err(problem)) => {
+                tracing::debug!("rank 0 could not be told that this process cannot take part: {problem}")
+            }
+            Err(_) => {
+                tracing::debug!("rank 0 was not told within {TELLING:?} that this process cannot take part")
+            }
+        }
     }
 }

@@ -242,7 +242,8 @@ async fn told(pending: &mut Pending, rank: Rank, deadline: Instant) -> Result<Tr
     match timeout_at(deadline, pending.join_next()).await {
         Ok(Some(Ok(Ok(Settled::Rdma(tried))))) => Ok(tried),
         Ok(Some(Ok(Err(failed)))) => Err(failed),
-        _ => {
+        Ok(Some(Err(e))) => Err(Failed { first: rank, why: format!("connecting: {e}") }),
+        Ok(None | Some(Ok(Ok(Settled::Pair(_))))) | Err(_) => {
             let why = "this rank is connected to all others, but in time not all of them were connected to each other, or had tried RDMA; \
                        ALLSTREAM_LINK=tcp on all ranks leaves RDMA out";
             Err(Failed { first: rank, why: why.into() })

@@ -9,6 +9,7 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::SystemTime;
 
 use parking_lot::Mutex;
@@ -229,9 +230,15 @@ impl Table {
             let problem = format!("{} bytes; {LONGEST} are read. Measure fewer sizes", text.len());
             return Err(Error::system(format!("write the table {}", path.display()), problem));
         }
+        // Two threads of this process may write at a time, and each needs a file of its own.
+        static WRITTEN: AtomicU64 = AtomicU64::new(0);
         let mut beside = path.as_os_str().to_owned();
-        beside.push(format!(".{}", std::process::id()));
-        std::fs::write(&beside, text).and_then(|()| std::fs::rename(&beside, path)).map_err(failed)
+        beside.push(format!(".{}.{}", std::process::id(), WRITTEN.fetch_add(1, Ordering::Relaxed)));
+        let written = std::fs::write(&beside, text).and_then(|()| std::fs::rename(&beside, path));
+        if written.is_err() {
+            let _ = std::fs::remove_file(&beside);
+        }
+        written.map_err(failed)
     }
 }
 

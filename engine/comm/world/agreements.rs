@@ -210,6 +210,7 @@ impl World {
         let mut all = self.losses.agreements.lock();
         let table = all.table(endpoint, comm, &mut out);
         let called = table.board.call(flag, &mut out);
+        let mut timed = Ok(());
         if let Ok(number) = called {
             let (world, name) = (Arc::downgrade(self), endpoint.config.name.clone());
             let call = shrunk.map_or_else(|| format!("agree #{number}"), |_| "shrink".to_owned());
@@ -226,12 +227,15 @@ impl World {
                 Poll::Ready(_) => Poll::Ready(()),
                 Poll::Pending => expires.as_mut().poll(cx),
             };
-            self.runtime.spawn(Box::pin(poll_fn(either)))?;
-            table.waiters.insert(number, Waiter { answer: promise.clone(), _timer });
+            // If there is no timer, the call fails; but its vote was cast, and the other ranks are told of that.
+            timed = self.runtime.spawn(Box::pin(poll_fn(either))).map(drop);
+            if timed.is_ok() {
+                table.waiters.insert(number, Waiter { answer: promise.clone(), _timer });
+            }
         }
         let answers = table.carry_out(self, comm, out);
         match called {
-            Ok(_) => Ok(answers),
+            Ok(_) => timed.map(|()| answers),
             Err(Refusal::Expelled(how)) => Err(expelled(&endpoint.config.named(), endpoint.config.rank, how)),
             Err(Refusal::Full) => Err(Error::QueueFull { call: "agree".into(), limit: WINDOW as usize }),
         }

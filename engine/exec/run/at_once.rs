@@ -5,7 +5,7 @@
 //! [`PartRun`] takes the part where a frame has not come yet, where a link has no room, and where what was posted has to come back first.
 
 use super::PartRun;
-use super::turn::Turn;
+use super::turn::{LinkUse, Turn};
 use crate::error::Error;
 use crate::exec::backend::{Backend, Context, Slice, StepState};
 use crate::exec::lends::Lends;
@@ -115,9 +115,6 @@ impl<B: Backend, L: Lends> PartRun<B, L> {
             }
             backend.check_values(c.part)?;
         }
-        if step.send.is_empty() {
-            return Ok(AtOnce::All);
-        }
         let payload = match slot {
             None => Payload::Memory(from),
             Some((slot, place)) => {
@@ -126,22 +123,35 @@ impl<B: Backend, L: Lends> PartRun<B, L> {
                 Payload::Slot(slot, place)
             }
         };
-        let mut is_free = true;
-        for (k, &peer) in step.send.iter().enumerate() {
-            let header = Header {
-                comm: comm as u32,
-                op: op.number,
-                offset: 0,
-                len: bytes as u32,
-                message: turn.message(0),
-                signature: c.signature(0, &state),
-            };
-            let (receiver, is_copied) = (turn.receiver(k), c.is_copied(0, bytes));
-            let source = FrameSource { operation: op.number, step: 0, receiver, is_copied, end: state.len };
-            is_free &= port.post(peer, header, &payload, source)?;
-        }
-        Ok(if is_free { AtOnce::All } else { AtOnce::Posted })
+        Ok(if post(turn, step, &state, &payload, port)? { AtOnce::All } else { AtOnce::Posted })
     }
+}
+
+/// Posts the step's messages. Returns whether their payload is free.
+#[inline]
+fn post<R: LinkUse>(
+    turn: Turn<'_, R>,
+    step: &Step,
+    state: &StepState,
+    payload: &Payload,
+    port: &mut Port,
+) -> Result<bool, Error> {
+    let (c, bytes, mut is_free) = (turn.c, state.len * state.unit, true);
+    for (k, &peer) in step.send.iter().enumerate() {
+        let header = Header {
+            comm: c.comm as u32,
+            op: c.op.number,
+            offset: 0,
+            len: bytes as u32,
+            message: turn.message(0),
+            signature: c.signature(0, state),
+        };
+        let (operation, receiver, end) = (c.op.number, turn.receiver(k), state.len);
+        let is_copied = c.is_copied(0, bytes);
+        let source = FrameSource { operation, step: 0, receiver, is_copied, end };
+        is_free &= port.post(peer, header, payload, source)?;
+    }
+    Ok(is_free)
 }
 
 /// Sees to it that there is room for a step's messages, whose payload is so many bytes at `from`. Returns the staging slot that they need: `Some(None)` if
