@@ -33,7 +33,7 @@ const FLOORS: [(&str, u32); 14] = [
 const ROOF: (&str, u32) = ("train", 7);
 
 /// Where `unsafe` may stand, and why it has to.
-const UNSAFE: [(&str, &str); 48] = [
+const UNSAFE: [(&str, &str); 49] = [
     ("benches/limits.rs", "times the stores that the kernels have"),
     ("ffi/", "foreign libraries"),
     ("kernels/", "vector instructions; typed views of bytes"),
