@@ -66,7 +66,8 @@ impl Inputs {
         *self.thread.lock()
     }
 
-    /// Notes whether this operation's inputs are behind one of which some work is on no stream yet, so that the rank's stream must not wait for them.
+    /// Notes whether this operation's inputs come after an operation of which some work is on no stream yet. While that is so, the rank's stream must not
+    /// wait for the inputs.
     pub(super) fn holds_back(&self, number: u64, is_so: bool) {
         self.held_back.store(if is_so { number + 1 } else { 0 }, Ordering::Release);
     }

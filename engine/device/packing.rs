@@ -58,8 +58,8 @@ pub(crate) unsafe fn pack_on_device(
 }
 
 /// Copies all parts back out of the contiguous buffer, on `stream`, by the table with which they were packed. Makes no stream wait for another: the
-/// caller does that ([`all_wait_for`]). Allocates no memory: the driver may wait for the whole device to allocate some, while `stream` may wait for
-/// operations that other ranks have not called yet.
+/// caller does that ([`all_wait_for`]). Allocates no memory: a driver that allocates may wait until the whole device is idle, while `stream` may wait
+/// for operations that other ranks have not called yet.
 ///
 /// # Safety
 /// As for [`pack_on_device`], but all of the memory is in the order of `stream`, which waits for the contiguous buffer's stream if that is

@@ -52,7 +52,8 @@ pub(crate) enum Stage {
 
 enum What {
     Event(DeviceEvent),
-    /// Waits until the stream fails, or has done all that it holds while `stage` says [`Stage::There`]; no longer once it says [`Stage::Over`].
+    /// Waits until the stream fails, or has done all that it holds while `stage` says [`Stage::There`]. Once `stage` says
+    /// [`Stage::Over`], the wait ends, too.
     Stream {
         stream: DeviceStream,
         stage: Box<dyn Fn() -> Stage + Send>,
@@ -192,7 +193,7 @@ pub(crate) fn watch_stream(
     finish: Finish,
 ) {
     if !is_started() {
-        return; // the system has no thread to give: then only the words that streams write tell that the work is over
+        return; // the system has no thread to give: then only what the streams themselves write to memory tells that the work is over
     }
     let what = What::Stream { stream: stream.clone(), stage };
     enter(Entry {
@@ -272,8 +273,8 @@ impl Entry {
             Some(outcome) => then(outcome),
             None => drop(then),
         };
-        // `then` may call a runtime's waker. Both may have the last handle of what is a user's, such as the owner of a stream, and drop it. Whoever
-        // waits for device work needs this thread: a panic of a user's code (which stderr reports) ends here.
+        // `then` may call the waker of a user's runtime. `then` and `what` may each drop the last handle of an object of the user's, such as the
+        // owner of a stream. Everybody who waits for device work needs this thread: so a panic of the user's code (which stderr reports) ends here.
         let panicked = catch_unwind(AssertUnwindSafe(tell)).is_err();
         let _ = catch_unwind(AssertUnwindSafe(|| drop(what)));
         if told && panicked {

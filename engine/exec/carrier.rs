@@ -142,7 +142,7 @@ pub(crate) trait Carrier: Send + Sync {
         false
     }
 
-    /// Whether the ranks can meet for this operation only when what was put on streams before it has ended. Such an operation is overdue only
+    /// Whether the ranks can meet for this operation only after all that was put on streams earlier has ended. Such an operation is overdue only
     /// once it is the oldest: until then the one before it is to blame.
     fn meets_last(&self) -> bool {
         false
@@ -189,8 +189,8 @@ pub(crate) trait OnStream {
     /// Whether those streams have come to the operation's end.
     fn is_over(&self) -> Result<bool, Error>;
 
-    /// Has the driver asked about the stream, and `then` called if the stream fails before the operation's end, or if it has come to that end but the
-    /// word in memory that should show this does not.
+    /// Makes the thread of `device/waiter.rs` ask the driver about the stream. `then` is called if the stream fails before the operation's end, or if
+    /// the stream has come to that end but the word in memory that should show this does not.
     fn tell(&self, then: Box<dyn FnOnce() + Send>);
 
     /// Whether this rank's own inputs are there. The time limit of an operation that is on a stream counts from then.

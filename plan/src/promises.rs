@@ -35,7 +35,7 @@ pub const fn algorithms(kind: Kind) -> &'static [Algo] {
 /// [`Unsuitable`], with the reason: the algorithm is not one of [`algorithms`] (so never [`Algo::Auto`]); the shape is not a
 /// group (no ranks, more than [`MOST_RANKS`](crate::MOST_RANKS), a rank or root outside it); each rank has a count of its own, but
 /// the collective or the algorithm has no such form; or, for [`Algo::TwoLevel`], there is one host, each host has one rank, or
-/// `hosts` is not as [`Shape::hosts`] says.
+/// [`Shape::hosts`] has a wrong length or numbers the hosts with a gap.
 #[inline]
 pub fn suitable(kind: Kind, algo: Algo, shape: &Shape) -> Result<(), Unsuitable> {
     let no = |why: String| Err(Unsuitable { kind, algo, why });
@@ -80,7 +80,7 @@ pub const fn keeps_rank_order(kind: Kind, algo: Algo) -> bool {
 }
 
 /// Whether one step combines all contributions to each result in rank order. The bits of the result then do not depend on the
-/// size, the number of chunks, or which of these algorithms was used. True where nothing is combined. The checker proves it.
+/// size or on the number of chunks, and all algorithms of which this is true give the same bits. True where nothing is combined. The checker proves it.
 #[inline]
 pub const fn deterministic(kind: Kind, algo: Algo) -> bool {
     match kind {

@@ -1,7 +1,7 @@
 //! What one rank does in a collective, as plain data.
 //!
-//! A [`Plan`] is a list of [`Step`]s over named memory ([`Slot`]s). Steps are **dataflow**: the order of the list binds only two steps
-//! of which one writes a `(slot, chunk)` that the other touches, and the messages between two ranks. A plan knows nothing of
+//! A [`Plan`] is a list of [`Step`]s over named memory ([`Slot`]s). Steps are **dataflow**: the order of the list counts only between
+//! two steps of which one writes a `(slot, chunk)` that the other touches, and for the order of the messages between two ranks. A plan knows nothing of
 //! bytes, slices, links or time. The executor (in host memory, on CUDA devices, or in the simulator) cuts chunks into slices and
 //! pipelines them; the checker runs the same list symbolically.
 

@@ -12,7 +12,7 @@ pub trait Several: sealed::Several {
     /// The same shape with values of another type.
     type Of<U>: Several<Item = U> + AsMut<[U]>;
 
-    /// This value as an `Of<Item>`: it is the same type, which generic code cannot tell.
+    /// This value as an `Of<Item>`. That is this value's own type, but generic code cannot know so.
     #[doc(hidden)]
     fn items(self) -> Self::Of<Self::Item>;
     #[doc(hidden)]
@@ -40,7 +40,7 @@ impl<T, const K: usize> Several for [T; K] {
         all.map(f)
     }
     fn all<A>(all: [Option<A>; K]) -> Option<[A; K]> {
-        // Collected on the stack: after the first few, a node's operations allocate nothing.
+        // Collected on the stack, because a node's operations are to allocate nothing once the first few of them have run.
         all.into_iter().flatten().collect::<SmallVec<[A; K]>>().into_inner().ok()
     }
 }

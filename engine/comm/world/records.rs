@@ -71,7 +71,7 @@ impl Entry {
 }
 
 impl World {
-    /// A communicator dies: has the recorders of all communicators written, by the writer's thread.
+    /// Called when a communicator dies: asks the writer's thread to write the recorders of all communicators.
     pub(super) fn record(self: &Arc<Self>, endpoint: &Endpoint, cause: &Error) {
         self.records.bury(Entry::of(self, endpoint, Some(cause)));
         WRITER.request(self.recorded(), cause);

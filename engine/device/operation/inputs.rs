@@ -4,9 +4,9 @@
 //! the stream wait for it), and another rank, which has not called the operation yet, makes its input on a stream in the same queue. Then the input
 //! comes only after the wait, and the wait ends only after the input: neither goes on. So a rank that joins before all have called first asks which
 //! streams share a queue (`queues/pairs.rs`); if its streams share one with theirs, it waits on the host for the calls. Where that cannot be known
-//! beforehand, because a rank has not called anything yet or then uses another stream, that rank's call finds the fault, and the communicator ends
-//! with an error that names the rule: at once, or after [`PATIENCE`] where it is not certain that two streams share a queue. It also ends if a join
-//! waits on the host for a call that, as far as is known, only the waiting thread would make, or a thread that waits for that one.
+//! beforehand, because a rank has not called anything yet or later uses another stream, that rank's call finds the fault. Then the communicator ends
+//! with an error that names the rule: at once, or after [`PATIENCE`] where it is not certain that two streams share a queue. The communicator also
+//! ends if a join waits on the host for a call that, as far as is known, the waiting thread itself would have to make, or a thread that waits for it.
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
@@ -161,11 +161,11 @@ impl DeviceOp {
         });
     }
 
-    /// Whether the rank's stream may be made to wait for this operation's inputs now. Work that is put on a stream later could share a hardware queue with
-    /// this rank's wait and be stuck behind it, and so could a stream of a caller's on which another rank makes its input. So first all work must be on
-    /// streams of the operations, of any communicator, that the inputs' streams waited for at the call. The inputs may also be held up by another
-    /// rank's stream that waits for the end of an earlier operation: so must be that other rank's work for the earlier operation. After `false`,
-    /// whoever drives this rank is woken when more of that work is on a stream.
+    /// Whether the rank's stream may be made to wait for this operation's inputs now. If a stream shares a hardware queue with that wait, what is put on it
+    /// later is stuck behind the wait: work of earlier operations, or the input of another rank. So two sorts of work must be on streams first. One is
+    /// all work of the operations, of any communicator, for which the inputs' streams waited at the call. The other counts where another rank's stream
+    /// waits for the end of an earlier operation and may hold up the inputs: it is that other rank's work for the earlier operation. After `false`,
+    /// whoever drives this rank is woken when more of this work is on a stream.
     pub(crate) fn may_begin(&self) -> bool {
         if self.has_begun.load(Ordering::Acquire) {
             return true;
@@ -180,8 +180,8 @@ impl DeviceOp {
         !self.is_behind_joins()
     }
 
-    /// Whether all work is on streams of the operations for which the inputs' streams waited at the call. After `false`, whoever drives this rank is
-    /// woken when more of it is.
+    /// Whether the operations for which the inputs' streams waited at the call have put all their work on streams. After `false`, whoever drives this
+    /// rank is woken when more of that work is on a stream.
     pub(crate) fn inputs_may_be_awaited(&self) -> bool {
         if self.behind.is_empty() {
             return true;
@@ -233,8 +233,9 @@ impl DeviceOp {
     }
 
     /// Whether `stream` and the buffers' streams may wait for the operation before all ranks of the process have called it: as far as can be found out,
-    /// they do not hold up the streams on which the other ranks make their inputs. Also true if waiting for a rank's call would be in vain. Asks the
-    /// device about streams of which this is not known yet. `waited`: for how long the caller has waited for `true`.
+    /// they do not hold up the streams on which the other ranks make their inputs. Where that stays uncertain, the answer is also `true` if waiting
+    /// for a rank's call would be in vain. Asks the device about streams of which it is not known whether they share a queue. `waited`:
+    /// for how long the caller has waited for `true`.
     pub(crate) fn spares_inputs(&self, stream: &DeviceStream, waited: Duration) -> bool {
         let mut waits: Vec<&DeviceStream> = Vec::new();
         for stream in self.streams.iter().chain([stream]) {
@@ -270,7 +271,8 @@ impl DeviceOp {
             // Any caller's stream of the device may be the one that the rank will use.
             true => waits[0].callers_beside().into_iter().filter(|stream| !waits.contains(&stream)).collect(),
         };
-        // If so, waiting for the rank's call would be in vain, as far as is known. If the rank's input is then held up, its call finds that out.
+        // Whether waiting for the rank's call would be in vain, as far as is known. If the caller then does not wait and so holds up the rank's input,
+        // the rank's call finds that out.
         let is_blocked = || leads_here(device);
         if is_new && candidates.len() < new && waited < SOON && !is_blocked() {
             return false;
@@ -290,7 +292,8 @@ impl DeviceOp {
         })
     }
 
-    /// Whether a rank that shares this device, has not called and was last called on another thread may need copies between host and device first.
+    /// Whether some rank may first need copies between host and device: one that shares this device, has not called the operation, and was last called
+    /// on another thread.
     pub(crate) fn needs_copies(&self) -> bool {
         let here = std::thread::current().id();
         self.uncalled()

@@ -1,7 +1,7 @@
 //! Small parts of one step, which are done at once: without a [`PartRun`], whose cursors take longer to set up than such a step takes.
 //!
 //! Such a step combines (or only copies) a chunk of the input and what peers have sent, keeps the result or sends it, or both. Each of its messages
-//! goes in one frame whose payload the link copies, or that lies in a staging slot. So the operation's memory is free as soon as all is posted. A
+//! goes in one frame; the frame's payload is copied by the link, or lies in a staging slot. So the operation's memory is free as soon as all is posted. A
 //! [`PartRun`] takes the part where a frame has not come yet, where a link has no room, and where what was posted has to come back first.
 
 use super::PartRun;
@@ -84,7 +84,7 @@ impl<B: Backend, L: Lends> PartRun<B, L> {
                     }
                     match turn.next_of_steps(*from, c.signature(0, &state), port)? {
                         Some(frame) if frame.is_whole(turn.message(0), bytes) => frame.data,
-                        // It has not come, or not all of it; or it is not the right one, of which `PlanRun` says what is wrong.
+                        // The frame has not come, or not all of it; or it is the wrong one, and `PlanRun` will say what is wrong with it.
                         _ => return Ok(AtOnce::Nothing),
                     }
                 }
@@ -154,8 +154,8 @@ fn post<R: LinkUse>(
     Ok(is_free)
 }
 
-/// Sees to it that there is room for a step's messages, whose payload is so many bytes at `from`. Returns the staging slot that they need: `Some(None)` if
-/// links copy the payload. `None`: there is no room, or a receiver is to read the payload where it lies.
+/// Checks that there is room for a step's messages, whose payload is so many bytes at `from`. Returns the staging slot that they need. `Some(None)`: they
+/// need none, as links copy the payload or the step sends nothing. `None`: there is no room, or a receiver is to read the payload where it lies.
 #[inline]
 #[allow(clippy::type_complexity)]
 fn room(

@@ -49,7 +49,8 @@ pub(super) struct Hello {
     /// From the sender: how many READs its port answers at once. From the receiver: how many it asks for at once; 0: it takes no offers
     /// (`offers.rs`).
     pub(super) reads: u8,
-    /// From the sender: how many requests its queue takes. If the receiver's ports take smaller messages, a frame is more requests: it grants fewer slots.
+    /// From the sender: how many requests its queue takes. If the receiver's ports take smaller messages than the sender's, a frame
+    /// takes more of these requests, so the receiver may have to grant fewer slots.
     pub(super) requests: u32,
     /// The receiver names its area, a sender none.
     pub(super) area: Option<Area>,

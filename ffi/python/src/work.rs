@@ -25,7 +25,8 @@ use crate::options::seconds;
 use crate::stream::HostStream;
 use crate::wait::{SLICE, poll_until};
 
-/// `join` works on an operation for so long before it checks again whether it is enqueued: the first time, and the longest time (it doubles).
+/// How long `join` works on an operation before it looks again whether the operation is enqueued: the first time, and at most. The time doubles
+/// from look to look.
 const ASK: (Duration, Duration) = (Duration::from_micros(200), Duration::from_millis(1));
 
 enum State {
@@ -111,7 +112,7 @@ impl Operation for Flying {
             Some(landed) => self.land(py, landed),
             None => self.settle(py),
         });
-        // Still here only if the interpreter has ended: then its Python objects cannot be dropped.
+        // `landed` still holds something only if the interpreter has ended: then the Python objects in it cannot be dropped.
         std::mem::forget(landed);
     }
 
@@ -223,7 +224,8 @@ impl Flying {
         }
     }
 
-    /// Has the keeper poll the operation if somebody waits to be told of its end: a wait has replaced the keeper's waker by the waiting thread's.
+    /// Has the keeper poll the operation if somebody waits to be told of its end. That is needed whenever another thread has polled the operation
+    /// or waited for it: the engine then knows that thread's waker in place of the keeper's, and would not wake the keeper.
     fn look_again_if_watched(self: &Arc<Self>) {
         if self.watched.load(Ordering::Acquire) && !self.is_over() {
             keeper::look_at(self.clone());
@@ -235,8 +237,9 @@ impl Flying {
         matches!(&*self.state.lock(), State::Flying(flight) if !flight.is_enqueued())
     }
 
-    /// Makes a device's stream wait for the operation; called without the GIL. Returns its result in the order of that stream, and an event that
-    /// completes when the stream has reached its end. `None`: no device runs it, it is over, a stream waits for it, or another thread has it.
+    /// Makes a device's stream wait for the operation; called without the GIL. Returns the operation's result, which is there in the order of that
+    /// stream, and an event that completes when the stream has reached the operation's end. `None`: no device runs the operation, it is over, a stream
+    /// waits for it already, or another thread has taken its flight.
     fn join_on_device(&self, stream: &DeviceStream) -> Option<(Landed, Result<Event, Error>)> {
         let mut state = self.state.lock();
         let flight = match std::mem::replace(&mut *state, State::Away) {
@@ -262,7 +265,8 @@ impl Flying {
         self.landed.notify_all();
     }
 
-    /// Works on the operation, or waits for it, for `most` at most. Returns its result if this thread has seen it end; the caller must `land` it.
+    /// Works on the operation, or waits for it, for `most` at most. Returns the operation's result if this thread has seen the operation end; the
+    /// caller must hand that result to `land`.
     fn wait_slice(&self, most: Duration) -> Option<Landed> {
         let mut state = self.state.lock();
         match std::mem::replace(&mut *state, State::Away) {
@@ -439,8 +443,9 @@ impl Work {
         flying.clone().watch();
     }
 
-    /// Makes all that is put on `stream` later start only after this operation; the caller does not wait. But for a stream of a device the caller
-    /// waits if no device runs the operation, or if another such stream waits for it already.
+    /// Makes all that is put on `stream` later start only after this operation. For a `HostStream` the caller does not wait. For a stream of a device
+    /// the caller waits until all of the operation's work is on the devices' streams. If no device runs the operation, another such stream waits for
+    /// it already, or another thread works on it just then, the caller waits until the operation is over.
     fn join(&self, stream: &Bound<'_, PyAny>) -> PyResult<()> {
         let py = stream.py();
         if let Ok(stream) = stream.cast::<HostStream>() {
@@ -467,8 +472,8 @@ impl Work {
             }
         }
         let Some((landed, end)) = py.detach(|| self.0.join_on_device(&stream)) else {
-            // No device runs the operation, it is over, or another stream waits for it already. A second one is not made to wait: it could block the
-            // first if both share a hardware queue.
+            // No device runs the operation, it is over, another thread works on it now, or another stream waits for it already. A second stream is
+            // not made to wait: it could block the first if both share a hardware queue.
             return self.wait(py, None).map(drop);
         };
         match end {

@@ -29,7 +29,7 @@ type Wide = [__m256; 2];
 /// # Safety
 ///
 /// The CPU must have AVX2 and F16C; `dtype` must be a float of 8 or 16 bits; the pointers
-/// must be as [`crate::reduce`] asks, over `len` elements of it.
+/// must be as [`crate::reduce`] asks, each to `job.len` elements of that type.
 #[target_feature(enable = "avx2,f16c")]
 pub(super) unsafe fn run(dtype: DType, op: ReduceOp, job: &Job<'_>) -> usize {
     // SAFETY: the caller vouches for the job.
@@ -99,7 +99,7 @@ unsafe fn chunks<const TYPE: u8, const OP: u8>(job: &Job<'_>) -> usize {
 /// # Safety
 ///
 /// The CPU must have AVX2 and F16C; `dtype` must be a float of 8 or 16 bits; the memory
-/// must be as [`crate::scale`] asks, over `len` elements of it.
+/// must be as [`crate::scale`] asks, and hold `len` elements of that type.
 #[target_feature(enable = "avx2,f16c")]
 pub(super) unsafe fn scale(dtype: DType, memory: *mut u8, len: usize, factor: f64) -> usize {
     let factor = _mm256_set1_ps(factor as f32);
@@ -176,7 +176,7 @@ fn from_halves(halves: __m256i) -> Wide {
 #[target_feature(enable = "avx2,f16c")]
 fn from_e4m3(shifted: __m256i) -> Wide {
     // With its magnitude shifted down by one place an E4M3, even a subnormal one, is an f16
-    // that is 2^8 times too small, as the biases differ by 8. All ones are a NaN in f16.
+    // that is 2^8 times too small, as the biases differ by 8. A NaN becomes 16 ones, a NaN in f16.
     let magnitude = _mm256_and_si256(shifted, _mm256_set1_epi16(0x7F00));
     let nan = _mm256_cmpeq_epi16(magnitude, _mm256_set1_epi16(0x7F00));
     let sign = _mm256_andnot_si256(_mm256_set1_epi16(0x7FFF), shifted);
@@ -257,8 +257,9 @@ fn to_eights<const TYPE: u8>(x: __m256) -> __m256i {
     let is_subnormal = _mm256_cmpgt_epi32(set(normal << 23), magnitude);
     let added = _mm256_add_ps(_mm256_castsi256_ps(magnitude), _mm256_castsi256_ps(set(unit << 23)));
     let subnormal = _mm256_sub_epi32(_mm256_castps_si256(added), set(unit << 23));
-    // Subtracts the least normal exponent less one. Adds half of the last place, less one if
-    // that place is even (`odd`), so that the carry rounds to nearest even.
+    // `rebias` subtracts the least normal exponent less one, and adds one less than half of the
+    // last place. `odd` makes that a half if the last place is odd. So the carry rounds to
+    // nearest even.
     let rebias = |half: u32| set(half.wrapping_sub((normal - 1) << 23));
     let rounded = if TYPE == E4M3 {
         let odd = _mm256_and_si256(_mm256_srli_epi32::<20>(magnitude), set(1));

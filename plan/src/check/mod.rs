@@ -2,15 +2,16 @@
 //!
 //! Values are expressions: which contributions were combined, and in which order. The plans are run as
 //! [`crate::compile`] describes, with 1, 2 and 3 slices a chunk, over links that **store nothing**: a slice of a
-//! message is handed over when its receiver waits for it and its sender has it ready. If no rank's plan has a hand, the plans
-//! are run once more with all slices of a message handed over as one ([`super::compile::goes_whole`]). Plans that end under
+//! message is handed over when its receiver waits for it and its sender has it ready. If no step of any plan needs a
+//! hand ([`super::compile::StepNode::hand`]), the plans are run once more with all slices of a message handed over as one, since an
+//! executor may then do that, too ([`super::compile::goes_whole`]). Plans that end under
 //! these rules end on every link, whatever it buffers, and with every timing: each link has one sender and one
 //! receiver that use it in orders fixed by their plans, so all schedules have the same outcome (Kahn, "The
 //! semantics of a simple language for parallel programming", 1974).
 //!
-//! In plans of loans ([`super::lending()`]) it also checks that a lender does not touch what it has lent. A rank can touch only
-//! its own memory and what it was lent. So as long as one rank may write a piece of memory, no other touches it. Whether either all
-//! ranks take the plans of loans or none does is another question: see [`agree`].
+//! In plans of loans ([`super::lending()`]) it also checks that a lender does not touch what it has lent. Other ranks
+//! can touch only what they were lent: so while one rank may write a piece of memory, no other rank touches it. Whether all ranks
+//! choose alike between plans of loans and step-by-step plans is another question: see [`agree`].
 //!
 //! At the end every piece of every rank's memory is checked: each result has exactly once every contribution that it should
 //! have, and no other; all ranks that hold the same result hold the same expression (the same bits); each reduction was finished
@@ -48,8 +49,8 @@ pub struct Properties {
     /// The longest chain of messages, each of which needs the one before. A loan counts as one message, and a result that is
     /// written into it as another.
     pub hops: usize,
-    /// Elements sent (not lent) by the rank that sends most, divided by the operation's count. (If each rank has a count of its
-    /// own: not divided, for the counts that the checker takes.)
+    /// Elements sent (not lent) by the rank that sends most, divided by the operation's count. If each rank has a count of its
+    /// own, the number is not divided, and holds for the counts that the checker takes.
     pub sent: f64,
     /// Whether some step must gather its operands in a hand before its `dst` is free: an executor that starts each
     /// step only when it may also store the result would deadlock.
