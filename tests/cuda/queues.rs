@@ -261,7 +261,7 @@ fn an_operation_behind_a_join_is_not_put_off_until_the_deadline() {
     let test = "queues::an_operation_behind_a_join_is_not_put_off_until_the_deadline";
     child(test, &[("CUDA_DEVICE_MAX_CONNECTIONS", "32")], || {
         let device = Device::new(0).unwrap();
-        let ([first, second], _) = two_bound(&device, 0);
+        let ([mut first, mut second], _) = two_bound(&device, 0);
         let [zero, one, apart] = [(); 3].map(|()| DeviceStream::new(&device).unwrap());
         let joined =
             first[1].on(&one).timeout(LIMIT).all_reduce(up(&one, vec![2_f32; 300])).join(&one).unwrap();
