@@ -16,6 +16,7 @@ mod one_launch;
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
+use std::time::Instant;
 
 use allstream_sys::cuda::CuStreamMemOp;
 use parking_lot::Mutex;
@@ -62,6 +63,11 @@ pub(crate) struct DeviceOp {
     outputs: Vec<Arc<Fate>>,
     /// The operations for which the buffers' streams waited at the call, as far as some of their work was on no stream then.
     behind: Vec<Weak<dyn Joined>>,
+    /// Since when the operation is put off because of these ([`inputs_may_be_awaited`](Self::inputs_may_be_awaited)).
+    held_since: OnceLock<Instant>,
+    /// If there were such operations at the call: the ranks' streams that are still to be made to wait for the buffers' streams. Way was made for that
+    /// (`make_way`), so that these streams hold up no collective if they have to wait before all is on streams.
+    will_wait: Mutex<Vec<DeviceStream>>,
     /// The library that takes it whole, if one does.
     taken_by: Option<Arc<dyn Whole>>,
     /// The memory that its parts need beside the buffers; or why there is none.
@@ -102,6 +108,12 @@ impl Drop for DeviceOp {
         if let Some(verdict) = self.state.get_mut().verdict.take().filter(|verdict| verdict.is_good()) {
             verdict.let_go();
         }
+        let will_wait = std::mem::take(self.will_wait.get_mut());
+        if !will_wait.is_empty() {
+            // These streams were not made to wait, and will not be: the operation was never begun, or its commands were cut.
+            let never = move || will_wait.iter().for_each(DeviceStream::waits_now);
+            self.binding.ours.commands.put_always(never);
+        }
     }
 }
 
@@ -127,7 +139,14 @@ impl DeviceOp {
             Some(_) => Vec::new(),
             None => streams.iter().map(DeviceStream::point).collect::<Result<_, _>>()?,
         };
-        let behind = streams.iter().flat_map(|stream| stream.0.standing.lock().joined().to_vec()).collect();
+        let behind: Vec<_> =
+            streams.iter().flat_map(|stream| stream.0.standing.lock().joined().to_vec()).collect();
+        // If no way can be made, and the operation is put off for too long, it may hold up another communicator's collective until the deadline.
+        let is_behind = !behind.is_empty();
+        let mut will_wait = if is_behind { binding.work_on(&folds, input.is_some()) } else { Vec::new() };
+        if is_behind && !binding.ours.make_way(will_wait.iter(), false) {
+            will_wait.clear();
+        }
         Ok(DeviceOp {
             binding,
             number: OnceLock::new(),
@@ -141,6 +160,8 @@ impl DeviceOp {
             streams,
             outputs,
             behind,
+            held_since: OnceLock::new(),
+            will_wait: Mutex::new(will_wait),
             taken_by,
             workspace,
             copied,
@@ -199,7 +220,7 @@ impl DeviceOp {
             }
             let mut after = operation.after.iter().filter(|_| kept(Wait::After));
             let ordered = after.try_for_each(|event| operation.stream().wait_event(event));
-            operation.waits_for_input.store(true, Ordering::Relaxed);
+            operation.waits_for_its_input();
             ordered?;
             ours.begins(number)?;
             // Not earlier: while the driver blocks in one of these calls, it has not taken the operation.
@@ -250,7 +271,7 @@ impl DeviceOp {
                 }
             }
             operation.stream().put_words("make a stream wait for all ranks' inputs", &mut words)?;
-            operation.waits_for_input.store(true, Ordering::Relaxed);
+            operation.waits_for_its_input();
             launch(operation.stream())?;
             // Not left to the command of `ends`: if that came later, the context would have to be entered once more for it.
             if is_last && operation.folds.are_one { operation.put_over() } else { Ok(()) }
@@ -270,8 +291,25 @@ impl DeviceOp {
     pub(crate) fn awaits_input(&self) -> Result<(), Error> {
         let mut words = self.wait_for_input();
         self.stream().put_words("make a stream wait for its rank's input", &mut words)?;
-        self.waits_for_input.store(true, Ordering::Relaxed);
+        self.waits_for_its_input();
         Ok(())
+    }
+
+    /// Called in a command, when the rank's stream has been made to wait for this rank's inputs.
+    fn waits_for_its_input(&self) {
+        self.waits_for_input.store(true, Ordering::Relaxed);
+        self.has_waits(self.stream());
+    }
+
+    /// Called in a command, when this stream, this rank's own or rank 0's, has been made to wait for this rank's inputs.
+    fn has_waits(&self, stream: &DeviceStream) {
+        let mut will_wait = self.will_wait.lock();
+        let at = will_wait.iter().position(|other| other == stream);
+        let made = at.map(|at| will_wait.swap_remove(at));
+        drop(will_wait);
+        if let Some(stream) = made {
+            stream.waits_now();
+        }
     }
 
     /// Called when all its work is among the commands: appends the command that marks its end.
@@ -299,7 +337,7 @@ impl DeviceOp {
             words.extend(whose.filter_map(|whose| ours.over_for(whose, number)));
             words.extend(self.binding.over_for_all(number).into_iter().flatten().filter(|_| refreshes));
             self.stream().put_words("end a collective", &mut words)?;
-            self.waits_for_input.store(true, Ordering::Relaxed);
+            self.waits_for_its_input();
         } else {
             ours.tell_when_over(number)?;
         }

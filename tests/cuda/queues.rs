@@ -253,6 +253,34 @@ fn a_ranks_own_stream_that_waits_behind_a_join_holds_up_no_other_communicator() 
     });
 }
 
+/// Rank 1 joins a stream with an operation that rank 0 calls only after a barrier on a second communicator. Before that barrier, rank 1 calls an
+/// operation on what the stream has: the barrier must not wait until all ranks have called what was joined.
+#[test]
+fn an_operation_behind_a_join_is_not_put_off_until_the_deadline() {
+    const LIMIT: Duration = Duration::from_secs(10);
+    let test = "queues::an_operation_behind_a_join_is_not_put_off_until_the_deadline";
+    child(test, &[("CUDA_DEVICE_MAX_CONNECTIONS", "32")], || {
+        let device = Device::new(0).unwrap();
+        let ([mut first, mut second], _) = two_bound(&device, 0);
+        let [zero, one, apart] = [(); 3].map(|()| DeviceStream::new(&device).unwrap());
+        let joined =
+            first[1].on(&one).timeout(LIMIT).all_reduce(up(&one, vec![2_f32; 300])).join(&one).unwrap();
+        let ours = second[1].timeout(LIMIT).all_reduce(joined.in_order().unwrap());
+        let theirs = second[0].timeout(LIMIT).all_reduce(up(&apart, vec![1_f32; 300]));
+        let barriers = [1, 0].map(|rank: usize| second[rank].timeout(LIMIT).barrier());
+        let start = Instant::now();
+        soon(futures::future::join_all(barriers)).into_iter().for_each(|met| met.unwrap());
+        assert!(start.elapsed() < LIMIT / 2, "the barrier took {:?}", start.elapsed());
+        let sum = soon(first[0].on(&zero).timeout(LIMIT).all_reduce(up(&zero, vec![3_f32; 300]))).unwrap();
+        assert_eq!(down(sum), [5.0; 300]);
+        for work in [ours, theirs] {
+            assert_eq!(down(soon(work).unwrap()), [6.0; 300]);
+        }
+        drop((first, second, zero, one, apart, device));
+        nothing_left("all ranks have ended");
+    });
+}
+
 /// Tests in which streams must not share queues otherwise than the tests arrange, or in which the driver blocks at one call that they choose.
 const ARRANGED: [&str; 4] = [
     "blocked::law_4_a_driver_that_blocks_before_it_has_taken_a_collective_ends_by_the_deadline",

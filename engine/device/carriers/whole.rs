@@ -194,7 +194,7 @@ impl Carrier for WholeOp {
     }
 
     fn is_to_be_asked(&self) -> bool {
-        self.state.lock().call.is_none()
+        self.state.lock().call.is_none() || self.device.as_ref().is_some_and(|device| device.is_held_back())
     }
 
     fn on_stream(&self) -> Option<&dyn OnStream> {

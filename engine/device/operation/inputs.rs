@@ -29,6 +29,8 @@ use crate::types::Rank;
 const SOON: Duration = Duration::from_millis(500);
 /// How long a join waits for calls that, as far as is known, its own thread would have to make. Another thread may make them meanwhile.
 const GRACE: Duration = Duration::from_millis(500);
+/// How long an operation is put off at most until all work is on streams of those that its inputs' streams wait for.
+const HOLD: Duration = Duration::from_millis(500);
 /// How long an input may take to come if a stream that waits for the input's own operation may hold it up.
 const PATIENCE: Duration = Duration::from_secs(1);
 
@@ -180,8 +182,9 @@ impl DeviceOp {
         !self.is_behind_joins()
     }
 
-    /// Whether the operations for which the inputs' streams waited at the call have put all their work on streams. After `false`, whoever drives this
-    /// rank is woken when more of that work is on a stream.
+    /// Whether the operations for which the inputs' streams waited at the call have put all their work on streams, or this operation has been put off
+    /// for [`HOLD`]: the rank whose work is missing may itself wait for what this rank does next. After `false`, whoever drives this rank is woken when
+    /// more of that work is on a stream, and also asks now and then ([`is_held_back`](Self::is_held_back)).
     pub(crate) fn inputs_may_be_awaited(&self) -> bool {
         if self.behind.is_empty() {
             return true;
@@ -189,17 +192,21 @@ impl DeviceOp {
         let ours = &self.binding.ours;
         let is_behind = self.behind().is_some_and(|operation| {
             operation.tell(&ours.commands);
-            self.behind().is_some()
+            self.behind().is_some() && self.held_since.get_or_init(Instant::now).elapsed() < HOLD
         });
         ours.inputs.holds_back(self.number(), is_behind);
         !is_behind
     }
 
+    /// Whether the rank's stream is not to wait for this operation's inputs yet.
+    pub(crate) fn is_held_back(&self) -> bool {
+        self.binding.ours.inputs.is_held_back(self.number())
+    }
+
     /// Whether the rank's stream is not to wait for this operation's inputs yet, and nothing else is missing: all ranks are in this process, and have
     /// called.
     pub(super) fn waits_for_its_inputs_alone(&self) -> bool {
-        let is_held_back = self.binding.ours.inputs.is_held_back(self.number());
-        is_held_back && self.binding.far.is_none() && self.uncalled().next().is_none()
+        self.is_held_back() && self.binding.far.is_none() && self.uncalled().next().is_none()
     }
 
     /// The other ranks of this process whose streams are not to wait for their inputs of this operation yet.

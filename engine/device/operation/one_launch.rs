@@ -16,7 +16,7 @@ use std::sync::atomic::Ordering;
 use allstream_cuda_kernels::Launch;
 use allstream_sys::cuda::CuStreamMemOp;
 
-use super::{Binding, DeviceOp};
+use super::{Binding, DeviceOp, Folds};
 use crate::device::arrivals::Arrival;
 use crate::device::links::peer::PeerDevice;
 use crate::device::links::starts::value;
@@ -45,6 +45,17 @@ impl Binding {
     /// Whether all ranks are in this process and share a device, so that one launch may fold for all of them.
     pub(crate) fn has_leader(&self) -> bool {
         self.leader.is_some()
+    }
+
+    /// Those of rank 0's stream and this rank's own that will wait for this rank's inputs of an operation: rank 0's if one launch may fold the
+    /// operation for all ranks, and this rank's own if that launch is impossible, if the own stream scales the input first, or if no word of the
+    /// caller's stream stands for the inputs (`has_input`): then the own stream waits for them to write [`Word::Begun`].
+    pub(super) fn work_on(&self, folds: &Folds, has_input: bool) -> Vec<DeviceStream> {
+        let leader = self.leader.as_ref().filter(|_| folds.may_be_for_all).map(|leader| &leader.stream);
+        let waits_first = folds.own_work_is_lent || !has_input;
+        let ours =
+            Some(&self.ours.stream).filter(|ours| leader.is_none() || waits_first && leader != Some(ours));
+        leader.into_iter().chain(ours).cloned().collect()
     }
 
     /// For rank 0's stream: the writes of a word of each rank, which say that all launches for all ranks up to this operation are over. `None`:
@@ -104,6 +115,7 @@ impl DeviceOp {
             let weak = Arc::downgrade(&operation);
             let is_put = move |end: Option<&DeviceEvent>| {
                 let Some(operation) = weak.upgrade() else { return };
+                operation.has_waits(operation.line());
                 operation.state.lock().end = end.cloned();
             };
             let (rank, number) = (operation.binding.ours.rank(), operation.number());
