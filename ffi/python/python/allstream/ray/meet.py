@@ -51,8 +51,6 @@ class Try:
         self.deadline = time.monotonic() + timeout
         self.store = Store(group)
         self.pause = 0.002
-        # Of a rank other than 0: the name of the attempt in which this rank is here.
-        self.answered: Optional[str] = None
 
     def left(self) -> float:
         return max(0.0, self.deadline - time.monotonic())
@@ -190,12 +188,12 @@ def _say_why(attempt: Try, name: str, why: str) -> None:
 def _answer(attempt: Try) -> Any:
     """The part of the other ranks."""
     store, nonce = attempt.store, secrets.token_hex(8)
+    name: Optional[str] = None
     rounds, seen = 0, set()
     try:
         while True:
-            if rounds % 4 == 0 or attempt.answered is None:
-                _answer_call(attempt, nonce)
-            name = attempt.answered
+            if rounds % 4 == 0 or name is None:
+                name = _answer_call(attempt, nonce, name)
             if name and rounds % 8 == 0:
                 seen |= _here(attempt, name)
             go = store.get(f"{name}/go") if name else None
@@ -205,8 +203,8 @@ def _answer(attempt: Try) -> Any:
                 raise _too_late(attempt, name, seen)
             rounds += 1
     except BaseException:
-        if attempt.answered is not None:
-            _take_back(attempt, attempt.answered, nonce)
+        if name is not None:
+            _take_back(attempt, name, nonce)
         raise
 
 
@@ -227,26 +225,24 @@ def _too_late(attempt: Try, name: Optional[str], seen: Set[int]) -> BaseExceptio
     )
 
 
-def _answer_call(attempt: Try, nonce: str) -> None:
-    """Reads `call`, answers if the attempt is new, and notes in `attempt.answered` in which attempt this rank is here."""
-    store, mine, name = attempt.store, f"here/{attempt.rank}", attempt.answered
+def _answer_call(attempt: Try, nonce: str, name: Optional[str]) -> Optional[str]:
+    """Reads `call`, and answers if the attempt is new. Returns the name of the attempt in which this rank is here."""
+    store, mine = attempt.store, f"here/{attempt.rank}"
     call = store.get("call")
     if call is not None and call["attempt"] != name:
         new = call["attempt"]
         if store.get(f"{new}/go") is not None:
-            return
+            return name
         if name is not None:
             # Rank 0 of the older attempt may have deleted that attempt's keys before this rank answered, and then nobody else would.
             _delete_mine(attempt, name, nonce)
-        attempt.answered = None
         store.put(f"{new}/{mine}", {"nonce": nonce, "world": attempt.world, "pid": os.getpid()})
         if call["world"] != attempt.world:
             # This rank's answer is not taken back: rank 0 is to find the other size in it, and then deletes it.
             raise errors.Invalid(
                 attempt.told(f"rank 0 says that the group has {call['world']} ranks, and this rank that it has {attempt.world}")
             )
-        attempt.answered = new
-        return
+        return new
     if name is not None:
         there = store.get(f"{name}/{mine}")
         if there is None and call is not None and store.get(f"{name}/go") is None:
@@ -254,6 +250,7 @@ def _answer_call(attempt: Try, nonce: str) -> None:
             store.put(f"{name}/{mine}", {"nonce": nonce, "world": attempt.world, "pid": os.getpid()})
         elif there is not None and there["nonce"] != nonce:
             raise errors.Invalid(attempt.told(f"another process (pid {there['pid']}) has joined as rank {attempt.rank}, too"))
+    return name
 
 
 def _delete_mine(attempt: Try, name: str, nonce: str) -> None:
