@@ -308,9 +308,10 @@ impl<'a> Call<'a> {
             return Ok(default);
         }
         // The tuner has measured in host memory, not on devices. Where each rank knows only its own counts, there is no common size to look up.
-        let known = !is_on_devices(endpoint) && !spec.pairwise;
-        let tuned = endpoint.config.tuned.choose(kind, bytes).filter(|_| known);
-        Ok(tuned.filter(|algo| fits(*algo) && there(*algo)).unwrap_or_else(|| {
+        let is_known = |algo: &Algo| {
+            !spec.pairwise && fits(*algo) && there(*algo) && !is_on_devices(endpoint)
+        };
+        Ok(endpoint.config.tuned.choose(kind, bytes).filter(is_known).unwrap_or_else(|| {
             plan::choose(kind, bytes, &Env { deterministic, in_order, ..endpoint.config.env })
         }))
     }

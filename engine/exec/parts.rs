@@ -280,7 +280,7 @@ pub(super) mod tests {
 
     fn parts_and_port(rings: Rings) -> (Parts<Host, HostLoans>, Port) {
         let (rank, region) = (rings.rank, rings.regions[rings.rank].clone());
-        let parts = Parts::new(0, Host::new(usize::MAX), HostLoans::new(usize::MAX));
+        let parts = Parts::new(0, Host::new(usize::MAX), HostLoans::new(usize::MAX, true));
         (parts, Port::new((rank, 2), 0, region, Arc::new(rings)))
     }
 

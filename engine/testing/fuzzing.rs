@@ -486,7 +486,7 @@ pub fn hostile_collective(data: &[u8]) {
     let operation = Operation::new("fuzz", signature, FOREVER, Reduction::Op(op), PartList::One(part));
     let Some(mut port) = port(0, script(&mut input, &[signature], unit)) else { return };
     let mut table = Inflight::<(), ()>::with_capacity(1);
-    let mut active = Active::new(0, usize::MAX);
+    let mut active = Active::new(0, usize::MAX, true);
     active.start(table.submit(()), operation.into());
     for _ in 0..500 {
         if port.reap(|lent| active.freed(&lent)).is_err() {

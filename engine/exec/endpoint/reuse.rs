@@ -6,7 +6,6 @@ use super::run::{Run, Teardown};
 use super::teardown::HANG_UP;
 use super::{Endpoint, EndpointConfig, Messages, Port};
 use crate::commands::LastOf;
-use crate::exec::active::Active;
 use crate::link::Opener;
 
 /// What an endpoint leaves behind when it has ended: its runs, and the links to its peers.
@@ -53,7 +52,7 @@ impl Endpoint {
         self.health.end();
         let mut run = Box::new(std::mem::replace(&mut *run, Run::without_peers(&self.config)));
         // This frees the runs' working memory: whoever takes the links up again begins with new runs.
-        run.active = Active::new(self.config.comm, self.config.streams_from);
+        run.active = Run::active(&self.config);
         let commands = LastOf(self.commands.clone());
         Some(IdleRuns { run, commands, healthy, generation, calls, balance })
     }
@@ -104,7 +103,7 @@ impl Run {
         let messages = Messages::new(config.comm, 0, config.generation, 0, port(1));
         let mut run = Run::new(config, port(0), messages);
         // An ended endpoint keeps no working memory, so it need not be added to that of the rank.
-        run.active = Active::new(config.comm, config.streams_from);
+        run.active = Run::active(config);
         run
     }
 }

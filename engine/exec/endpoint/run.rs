@@ -43,7 +43,7 @@ pub(super) struct Run {
 impl Run {
     pub(super) fn new(config: &EndpointConfig, port: Port, messages: Messages) -> Run {
         Run {
-            active: Active::new(config.comm, config.streams_from).of_rank(&config.region),
+            active: Run::active(config).of_rank(&config.region),
             port,
             device: None,
             endings: Endings::default(),
@@ -53,6 +53,11 @@ impl Run {
             failed: false,
             teardown: Teardown::NotBegun,
         }
+    }
+
+    /// What works on collectives, before the first one.
+    pub(super) fn active(config: &EndpointConfig) -> Active {
+        Active::new(config.comm, config.streams_from, config.env.one_host)
     }
 
     /// Whether the next collective may begin.

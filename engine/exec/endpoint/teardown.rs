@@ -10,7 +10,6 @@ use super::table::Submitted;
 use super::{Endpoint, Port};
 use crate::error::Error;
 use crate::exec::Progress;
-use crate::exec::active::Active;
 use crate::exec::carrier::Carrier;
 use crate::exec::inflight::Key;
 use crate::exec::p2p::Direction;
@@ -264,7 +263,7 @@ impl Run {
             self.take_active();
             return;
         }
-        let new = Active::new(of.config.comm, of.config.streams_from);
+        let new = Run::active(&of.config);
         if let Some(device) = &mut self.device {
             device.clear();
         }

@@ -45,12 +45,14 @@ pub(crate) struct HostLoans {
     /// As [`Host`](super::Host) has it.
     bypass_from: usize,
     is_bypassing: bool,
+    /// Whether all ranks share memory. Else no rank can lend to all others, and none needs to ask its links.
+    lends: bool,
 }
 
 impl HostLoans {
-    /// `bypass_from`: results out of place of so many bytes and more are written past the caches.
-    pub(in crate::exec) fn new(bypass_from: usize) -> HostLoans {
-        HostLoans { bypass_from, is_bypassing: false }
+    /// `bypass_from`: results out of place of so many bytes and more are written past the caches. `lends`: whether all ranks share memory.
+    pub(in crate::exec) fn new(bypass_from: usize, lends: bool) -> HostLoans {
+        HostLoans { bypass_from, is_bypassing: false, lends }
     }
 
     /// Whether a pass that writes so many bytes of a result writes them past the caches. Over the result's own input it does not: the caches
@@ -65,7 +67,7 @@ impl HostLoans {
 
 impl Lends for HostLoans {
     fn begin(&mut self, c: Context<'_>, _: &Lending) -> Agreement {
-        if bytes(c.part) < lend_from(c.op, LEND_FROM) {
+        if !self.lends || bytes(c.part) < lend_from(c.op, LEND_FROM) {
             return Agreement::Steps;
         }
         self.is_bypassing = is_large(self.bypass_from, c);

@@ -130,12 +130,14 @@ impl<L: Lends> LoanRun<L> {
         self.stage != Stage::Off
     }
 
-    /// Has the part take the plan's steps, if it has not begun.
+    /// Has the part take the plan's steps, if it has not begun. Returns whether it would have gone by loans.
     #[inline]
-    pub(super) fn take_steps(&mut self) {
-        if self.stage == Stage::New {
+    pub(super) fn take_steps(&mut self) -> bool {
+        let is_new = self.stage == Stage::New;
+        if is_new {
             self.stage = Stage::Off;
         }
+        is_new
     }
 
     /// Has the part take the plan's steps. Its slots are free, except those that peers still have: these are free when they come back.

@@ -77,8 +77,11 @@ impl<B: Backend, L: Lends> PartRun<B, L> {
     pub(super) fn start(&mut self, (comm, op): (u64, &Operation), part: Part, index: u16, order: usize) {
         (self.number, self.part, self.order) = (op.number, index, order);
         let c = Context { comm, op, part: &part };
-        self.plan.start(c);
+        self.plan.begin(c);
         self.loans.start(c);
+        if !self.loans.is_on() {
+            self.plan.start(&part);
+        }
         self.work = Some(part);
     }
 
@@ -126,14 +129,16 @@ impl<B: Backend, L: Lends> PartRun<B, L> {
     /// Notes that so many rounds of the input have come. A part whose input comes in stripes takes the steps: only steps can begin
     /// before all of the input is there.
     pub(super) fn arrived(&mut self, rounds: usize) {
-        if self.plan.arrived(rounds) {
-            self.loans.take_steps();
+        let Some(part) = &self.work else { return };
+        if self.plan.arrived(rounds) && self.loans.take_steps() {
+            self.plan.start(part);
         }
     }
 
     /// How many rounds of the output have their final results. Steps may still send them, but do not change them.
     pub(super) fn stored(&self) -> usize {
-        self.work.as_ref().map_or(0, |part| self.plan.stored(&part.program))
+        let by_steps = self.work.as_ref().filter(|_| !self.loans.is_on());
+        by_steps.map_or(0, |part| self.plan.stored(&part.program))
     }
 
     /// Adds the ranks whose frames, or whose room, the part waits for.
@@ -168,7 +173,12 @@ impl<B: Backend, L: Lends> PartRun<B, L> {
         };
         let passed = match by_loans {
             Some(passed) => passed,
-            None => plan.pass(turn, news, port)?,
+            None => {
+                if !plan.has_started() {
+                    plan.start(part);
+                }
+                plan.pass(turn, news, port)?
+            }
         };
         *touched = passed.touched;
         Ok((passed.moved, passed.complete))

@@ -89,15 +89,27 @@ impl<B: Backend> PlanRun<B> {
         }
     }
 
-    /// Sets the run up for a part. Allocates nothing once the vectors have grown.
+    /// A part begins. Its steps are set up by [`start`](Self::start) when the part takes them: one that goes by loans needs its memory alone.
     #[inline]
-    pub(super) fn start(&mut self, c: Context<'_>) {
-        let part = c.part;
+    pub(super) fn begin(&mut self, c: Context<'_>) {
+        self.steps.clear();
+        self.arrived = usize::MAX;
+        self.is_prepared = false;
+        self.backend.begin(c);
+    }
+
+    /// Whether the steps of the part are set up.
+    pub(super) fn has_started(&self) -> bool {
+        !self.steps.is_empty()
+    }
+
+    /// Sets up the steps of a part. Allocates nothing once the vectors have grown.
+    #[inline]
+    pub(super) fn start(&mut self, part: &Part) {
         let plan = &part.program.plan;
         let unit = part.dtype.size();
         self.slicing = self.backend.slicing(&part.program);
         self.round = self.slicing.round_of(unit);
-        self.steps.clear();
         self.sent.clear();
         let mut longest = 1;
         for step in &plan.steps {
@@ -124,9 +136,6 @@ impl<B: Backend> PlanRun<B> {
         self.done.resize(plan.steps.len(), false);
         self.left = plan.steps.len();
         self.ready.reset(plan.steps.len());
-        self.arrived = usize::MAX;
-        self.is_prepared = false;
-        self.backend.begin(c);
     }
 
     /// Called after `start`, for a part of one step of which all is done (`at_once.rs`), but what was posted has to come back.

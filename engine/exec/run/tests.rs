@@ -76,7 +76,7 @@ impl OneRank {
         let signature = Signature { kind: Kind::AllReduce as u8, ..Signature::default() };
         let parts = PartList::One(part.clone());
         let op = Operation::new("test", signature, Duration::MAX, Reduction::Op(ReduceOp::Sum), parts);
-        let lends = Willing { can, host: HostLoans::new(usize::MAX) };
+        let lends = Willing { can, host: HostLoans::new(usize::MAX, true) };
         let mut run = PartRun::new(Host::new(usize::MAX), lends);
         run.start((0, &op), part, 0, 0);
         OneRank { op, run, port: Port::new((rank, 2), 0, region, Arc::new(rings)), memory, complete: false }
