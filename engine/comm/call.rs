@@ -308,9 +308,8 @@ impl<'a> Call<'a> {
             return Ok(default);
         }
         // The tuner has measured in host memory, not on devices. Where each rank knows only its own counts, there is no common size to look up.
-        let is_known = |algo: &Algo| {
-            !spec.pairwise && fits(*algo) && there(*algo) && !is_on_devices(endpoint)
-        };
+        let is_known =
+            |algo: &Algo| !spec.pairwise && fits(*algo) && there(*algo) && !is_on_devices(endpoint);
         Ok(endpoint.config.tuned.choose(kind, bytes).filter(is_known).unwrap_or_else(|| {
             plan::choose(kind, bytes, &Env { deterministic, in_order, ..endpoint.config.env })
         }))

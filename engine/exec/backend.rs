@@ -1,21 +1,63 @@
-//! [`Backend`]: one kind of memory that plans are run in.
+//! What one kind of memory does in operations: [`Backend`] for plans that are run step by step, [`Lends`] for parts that go by loans.
 //!
-//! [`PlanRun`](super::run) decides which slice of which step goes on, and keeps the cursors, for any kind of memory. A
-//! backend says where memory is, and combines, copies and scales what lies there:
+//! [`PlanRun`](super::run) decides which slice of which step goes on, and keeps the cursors; [`LoanRun`](super::run) decides which peer is lent
+//! what, and when that comes back. Neither knows the kind of memory. A backend says where memory is, and combines, copies and scales what lies
+//! there. `Lends` says how a peer reaches the memory, folds what lies there, and copies to and from staging slots.
 //!
-//! | backend | memory | what a call does |
-//! |---|---|---|
-//! | [`Host`](super::host::Host) | the host's | computes at once, on the calling thread |
-//! | `Cuda` (`device/carriers/backend.rs`) | a CUDA device's | puts kernels on the rank's stream |
-//! | [`Timed`](super::timed::Timed) | none | tells a clock how many bytes would have been touched ([`crate::sim`]) |
+//! | backend | memory | what a call does | how it is lent |
+//! |---|---|---|---|
+//! | [`Host`](super::host::Host) | the host's | computes at once, on the calling thread | `HostLoans`: where it lies, or through staging slots |
+//! | `Cuda` (`device/carriers/backend.rs`) | a CUDA device's | puts kernels on the rank's stream | `CudaLoans`: where it lies, to devices of this host; to those of other processes in large parts only |
+//! | [`Timed`](super::timed::Timed) | none | tells a clock how many bytes would have been touched ([`crate::sim`]) | `Timed` itself: where it lies or through slots, as the simulated machine has it |
 
 use super::operation::{Operation, Part, Reduction};
 use super::port::{Payload, Port};
-use super::slicing::Slicing;
 use crate::error::Error;
+use crate::link::region::Slot as StagingSlot;
 use crate::link::waits::Wait;
-use crate::plan::{INPUT, OUTPUT, Program, Slot, Step};
-use crate::types::{Finish, Kind, ReduceOp, Signature};
+use crate::link::{self, SLOT};
+use crate::plan::{INPUT, Lending, OUTPUT, Program, Slot, Step};
+use crate::types::{Finish, Kind, Rank, ReduceOp, Signature};
+
+/// Slices of each chunk per round. So two slots can be in flight on each link while two more are filled.
+const SLICES: usize = 2;
+/// For two ranks over TCP. A whole round is sent, in few system calls, before the answers to it come. 1 MB took 230 us so, instead of 350; half of
+/// the difference came from the larger rounds (before: 256 KB, in frames of 128 KB), half from fewer, larger answers
+/// (docs/adr/0021-whole-messages.md). Among four ranks on one host such rounds outgrew the caches: 4 MB took 7.9 ms instead of 6.2.
+const PAIR: Slicing = Slicing { slice: SLOT, round: 4 * SLOT, least: 2 * SLOT };
+
+/// How messages are cut, in bytes.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Slicing {
+    /// Bytes of a slice: as many as a step works on at once.
+    pub(crate) slice: usize,
+    /// Bytes of each chunk in a round: the same on every rank of a communicator.
+    pub(crate) round: usize,
+    /// While more of a message's round is to follow, no frame of fewer bytes than this is sent.
+    pub(crate) least: usize,
+}
+
+impl Slicing {
+    /// Slices of `slice` bytes, two of them in a round.
+    pub(crate) fn by(slice: usize) -> Slicing {
+        Slicing { slice, round: SLICES * slice, least: 0 }
+    }
+
+    /// How messages of a program in the host's memory are cut.
+    pub(crate) fn on_host(program: &Program) -> Slicing {
+        if program.whole { PAIR } else { Slicing::by(SLOT) }
+    }
+
+    /// How many elements of `unit` bytes are in a slice.
+    pub(crate) fn slice_of(&self, unit: usize) -> usize {
+        self.slice.checked_div(unit).unwrap_or(1).max(1)
+    }
+
+    /// How many elements of `unit` bytes of each chunk are in a round.
+    pub(crate) fn round_of(&self, unit: usize) -> usize {
+        (self.round / unit).max(1)
+    }
+}
 
 /// The operation, and the part of it, that a pass works on.
 #[derive(Clone, Copy)]
@@ -235,4 +277,97 @@ pub(crate) trait Backend: Send + Sized {
     fn memory(&self) -> (usize, usize) {
         (0, 0)
     }
+}
+
+/// The most ranks of a group that lends. In larger groups operations take the plan's steps.
+pub(crate) const MAX_LENDERS: usize = 32;
+/// Bytes of a piece of a chunk that is lent in a slot.
+pub(crate) const PIECE: usize = SLOT;
+
+/// Whether the ranks of an operation lend each other their memory ([`Lending`]).
+pub(crate) enum Agreement {
+    /// They do not: all take the steps.
+    Steps,
+    /// Each finds out by itself whether it can, and its first frames say so ([`crate::plan::check::agree`]).
+    ByFirstFrame,
+    /// All can, and all of them know that.
+    Known,
+}
+
+/// How a peer can be lent memory.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Reach {
+    /// It touches our memory where that lies.
+    InPlace,
+    /// It touches staging slots of ours.
+    InSlots,
+    Nowhere,
+}
+
+/// A staging slot and its address. The slot is lent again and again, as the peer cannot reach the memory itself. In a simulation
+/// there is no slot, and the address is null.
+pub(crate) type LentSlot = (Option<StagingSlot>, *mut u8);
+
+/// Where a result of a fold goes.
+#[derive(Clone, Copy)]
+pub(crate) struct Out {
+    pub(crate) at: *mut u8,
+    /// It is in a staging slot of a peer, which copies the result from there.
+    pub(crate) in_slot: bool,
+    /// The result overwrites the input of the rank that owns this memory.
+    pub(crate) is_over_input: bool,
+}
+
+/// Elements of a chunk to be folded at once, from all operands into all results of a plan of loans. Only `LoanRun` makes values of this
+/// type, and it vouches for all addresses in them.
+pub(crate) struct Fold<'a> {
+    pub(crate) c: Context<'a>,
+    pub(crate) step: &'a Step,
+    /// How many elements there are.
+    pub(crate) m: usize,
+    /// Whether this rank has nothing more of the part to fold after these elements.
+    pub(crate) is_last: bool,
+    pub(crate) ins: &'a [*const u8],
+    /// In the order in which writing them is fastest.
+    pub(crate) outs: &'a [Out],
+}
+
+/// How one kind of memory is lent. Each `LoanRun` has a value of its own, a clone.
+pub(crate) trait Lends: Send + Clone {
+    /// A part of at most [`MAX_LENDERS`] ranks begins. Returns whether the ranks are to lend each other memory for it.
+    fn begin(&mut self, c: Context<'_>, lending: &Lending) -> Agreement;
+
+    /// Called when all that the part is to lend can be lent, and before any of it is. `base`: where a slot of the plan begins.
+    fn before_lending(
+        &mut self,
+        _: Context<'_>,
+        _: &Lending,
+        _base: &dyn Fn(Slot) -> *mut u8,
+    ) -> Result<(), Error> {
+        Ok(())
+    }
+
+    /// How a peer can be lent this memory.
+    fn reach(&self, c: Context<'_>, peer: Rank, loan: &link::Loan, port: &mut Port) -> Result<Reach, Error>;
+
+    /// How many staging slots may be held for lending, for all peers together.
+    fn free_slots(&self, port: &Port) -> usize;
+
+    /// Takes one of these slots, if one is free.
+    fn hold_slot(&self, port: &mut Port) -> Option<LentSlot>;
+
+    /// Copies a piece of the input to the slot that is lent next.
+    ///
+    /// # Safety
+    /// `from` is valid for reads of so many bytes and `slot` for writes; they do not overlap.
+    unsafe fn fill(&mut self, from: *const u8, slot: *mut u8, bytes: usize, port: &mut Port);
+
+    /// Copies a result from the slot in which a peer has folded it.
+    ///
+    /// # Safety
+    /// `slot` is valid for reads of so many bytes and `to` for writes; they do not overlap.
+    unsafe fn empty(&mut self, part: &Part, slot: *const u8, to: *mut u8, bytes: usize);
+
+    /// Folds the elements, but no more of them than one pass may. Returns how many it has folded.
+    fn fold(&mut self, fold: &Fold<'_>, port: &Port) -> Result<usize, Error>;
 }

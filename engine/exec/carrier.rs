@@ -12,8 +12,8 @@ use std::time::Duration;
 
 use super::host::{Host, HostLoans};
 use super::operation::Operation;
-use super::parts::{NextPart, Parts, Work};
 use super::port::Port;
+use super::run::{NextPart, Parts, Work};
 use crate::error::{Error, Missing, MissingState};
 use crate::link::exit::{IsOver, Lease};
 use crate::mem::{ALL, Reach};

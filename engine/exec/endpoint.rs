@@ -5,16 +5,16 @@
 //! | part | owns | lock |
 //! |---|---|---|
 //! | submission ([`submit`], [`table`]) | buffers in flight, queues, the numbers of calls | `submitted` |
-//! | progress ([`run`], [`progress`], [`callers`]) | what executes: the collective in progress, messages, links | `run` |
+//! | progress ([`progress`], [`callers`]) | what executes: the collective in progress, messages, links | `run` |
 //! | deadlines ([`deadlines`], [`ending`]) | how long each operation has waited | in `run` |
-//! | programs ([`programs`]) | what was compiled for calls of one shape | its own |
+//! | programs ([`Programs`]) | what was compiled for calls of one shape | its own |
 //! | completion ([`completions`], [`copy_backs`]) | whose wakers are to be called; results that are being copied back to a device | one each |
 //! | driver calls ([`Commands`]) | what a pass leaves to a thread that holds none of the engine's locks | its own |
 //! | teardown ([`health`], [`teardown`]) | why the communicator ended; how far its teardown has come | none (atomics); in `run` |
 //! | the other ranks ([`peers`], [`breaks`]) | what they have told about themselves | `peers` |
 //!
 //! A method that needs the state of one part only is a method of that part: callers use `submitted`, `health`, `peers`, `programs` and
-//! `commands` directly. [`run::Run`] makes the passes, checks the deadlines and fails operations; its methods get the endpoint as an
+//! `commands` directly. [`Run`] makes the passes, checks the deadlines and fails operations; its methods get the endpoint as an
 //! argument. Methods that need several parts at once are methods of the endpoint itself.
 //!
 //! A thread takes the locks in this order: `run`, the rank's memory lock (`config.memory_lock`), `submitted`, then at most one of the
@@ -26,7 +26,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-mod asked;
+use parking_lot::Mutex;
+
 mod breaks;
 mod callers;
 mod completions;
@@ -37,10 +38,8 @@ mod ending;
 mod finish;
 mod health;
 mod peers;
-mod programs;
 mod progress;
 mod reuse;
-mod run;
 mod submit;
 mod table;
 mod teardown;
@@ -54,9 +53,7 @@ use self::copy_backs::CopyBacks;
 use self::driven::LookAgain;
 use self::health::Health;
 use self::peers::Peers;
-pub(crate) use self::programs::ProgramKey;
-use self::programs::Programs;
-use self::run::Run;
+use self::progress::Run;
 use self::table::Submitted;
 use super::carrier::{Bound, Lane};
 use super::inflight;
@@ -71,10 +68,10 @@ use crate::link::locks::EngineLock;
 use crate::link::region::Region;
 use crate::link::{Break, Opener};
 use crate::mem::ErasedBufs;
-use crate::plan::Env;
 use crate::plan::choices::GroupChoices;
+use crate::plan::{Env, Program};
 use crate::trace::Recorder;
-use crate::types::{Rank, Signature};
+use crate::types::{Map, Rank, Signature};
 
 /// When a communicator closes, its ranks compare this many of their last calls.
 const COMPARED: usize = 8;
@@ -113,7 +110,7 @@ pub(crate) struct EndpointConfig {
     /// The properties of this group on which the choice of an algorithm depends.
     pub(crate) env: Env,
     /// Whether there is only one peer and its link takes frames longer than a slot. There system calls cost most, so a message may be
-    /// sent as one frame. Among more ranks such long rounds would outgrow the caches ([`Slicing`](super::slicing::Slicing)).
+    /// sent as one frame. Among more ranks such long rounds would outgrow the caches ([`Slicing`](super::backend::Slicing)).
     pub(crate) has_long_frames: bool,
     /// What the tuner's table says about this group.
     pub(crate) tuned: GroupChoices,
@@ -163,6 +160,53 @@ impl EndpointConfig {
         let rank = self.rank;
         let operation = Operation { comm: self.name.clone(), number, signature };
         Error::timeout(operation, rank, after, vec![Missing { rank, state: MissingState::NotReady }])
+    }
+}
+
+/// What a program is made for.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct ProgramKey {
+    /// The collective, with [`VARIED`](crate::types::VARIED).
+    pub(crate) kind: u8,
+    pub(crate) algo: u8,
+    pub(crate) root: Rank,
+    pub(crate) in_place: bool,
+}
+
+/// The programs made so far.
+#[derive(Default)]
+pub(crate) struct Programs(Mutex<Known>);
+
+/// Most calls are like the one before.
+#[derive(Default)]
+struct Known {
+    last: Option<(ProgramKey, Arc<Program>)>,
+    all: Map<ProgramKey, Arc<Program>>,
+}
+
+impl Programs {
+    /// The program for a key: made once.
+    pub(crate) fn get(
+        &self,
+        key: ProgramKey,
+        make: impl FnOnce() -> Result<Program, Error>,
+    ) -> Result<Arc<Program>, Error> {
+        let mut known = self.0.lock();
+        if let Some((last, program)) = &known.last
+            && *last == key
+        {
+            return Ok(program.clone());
+        }
+        let program = match known.all.get(&key) {
+            Some(program) => program.clone(),
+            None => {
+                let program = Arc::new(make()?);
+                known.all.insert(key, program.clone());
+                program
+            }
+        };
+        known.last = Some((key, program.clone()));
+        Ok(program)
     }
 }
 

@@ -2,7 +2,7 @@
 //! kinds.
 //!
 //! One [`Endpoint`] per communicator and rank holds the table of operations in flight and what runs them: a [`PartRun`](run::PartRun) for
-//! each part, in one kind of memory ([`Backend`](backend::Backend), [`Lends`](lends::Lends)). Whoever has time drives the endpoint: the
+//! each part, in one kind of memory ([`Backend`](backend::Backend), [`Lends`](backend::Lends)). Whoever has time drives the endpoint: the
 //! process's progress thread, or a thread that submits, polls or waits. Nothing in a pass blocks.
 
 mod active;
@@ -13,16 +13,13 @@ mod endpoint;
 mod filling;
 mod host;
 mod inflight;
-pub(crate) mod lends;
 mod operation;
 mod p2p;
-mod parts;
 mod port;
 mod progress_thread;
 pub(crate) mod quarantine;
 mod run;
 mod runtime;
-pub(crate) mod slicing;
 mod sources;
 mod timed;
 
@@ -38,12 +35,11 @@ pub(crate) use operation::{Operation, Part, PartList, Reduction, Then};
 #[cfg(feature = "fuzzing")]
 pub(crate) use p2p::Messages;
 pub(crate) use p2p::{Direction, EAGER, Message};
-pub(crate) use parts::{NextPart, Parts, WINDOW, Work};
 pub(crate) use port::{DEVICES, Payload, Port};
 #[cfg(test)]
 pub(crate) use progress_thread::tests::spoil;
 pub(crate) use progress_thread::{Driven, ProgressThread, keep_and_look, progress_thread};
-pub(crate) use run::{STRIPE, StagedBuf, cut};
+pub(crate) use run::{NextPart, Parts, STRIPE, StagedBuf, WINDOW, Work, cut};
 pub(crate) use runtime::{Runtime, Task};
 pub(crate) use timed::{Clock, Loans, Timed};
 

@@ -2,12 +2,12 @@
 
 use std::sync::Arc;
 
-use super::backend::{Backend, Combined, Context, Prepared, Slice};
+use super::backend::{
+    Agreement, Backend, Combined, Context, Fold, Lends, LentSlot, Prepared, Reach, Slice, Slicing,
+};
 use super::host::{LEND_FROM, LEND_SLOTS_FROM};
-use super::lends::{Agreement, Fold, Lends, LentSlot, Reach};
 use super::operation::Part;
 use super::port::{Payload, Port};
-use super::slicing::Slicing;
 use crate::error::Error;
 use crate::link;
 use crate::plan::{Lending, Program, Slot};

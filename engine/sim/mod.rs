@@ -30,7 +30,7 @@ pub use self::predict::predict;
 
 use self::net::{Clock, Net, SimOpener};
 use crate::error::Error;
-use crate::exec::lends::MAX_LENDERS;
+use crate::exec::backend::MAX_LENDERS;
 use crate::exec::{self, NextPart, Operation, Part, PartList, Parts, Port, Reduction, Timed, Work};
 use crate::link::SLOT;
 use crate::link::region::Region;

@@ -33,7 +33,7 @@ const FLOORS: [(&str, u32); 14] = [
 const ROOF: (&str, u32) = ("train", 7);
 
 /// Where `unsafe` may stand, and why it has to.
-const UNSAFE: [(&str, &str); 49] = [
+const UNSAFE: [(&str, &str); 47] = [
     ("benches/limits.rs", "times the stores that the kernels have"),
     ("ffi/", "foreign libraries"),
     ("kernels/", "vector instructions; typed views of bytes"),
@@ -56,10 +56,8 @@ const UNSAFE: [(&str, &str); 49] = [
     ("engine/exec/inflight.rs", "the table that owns buffers in flight"),
     ("engine/exec/filling.rs", "copies to staging slots"),
     ("engine/exec/port.rs", "calls links"),
-    ("engine/exec/backend.rs", "says what copies to staging slots rely on"),
-    ("engine/exec/lends.rs", "says what copies to and from slots that are lent rely on"),
-    ("engine/exec/host.rs", "scales and copies memory in flight"),
-    ("engine/exec/host/loans.rs", "copies to and from slots that are lent"),
+    ("engine/exec/backend.rs", "says what copies to staging slots, and to and from those that are lent, rely on"),
+    ("engine/exec/host.rs", "scales and copies memory in flight, and to and from slots that are lent"),
     ("engine/exec/host/kernel.rs", "runs kernels on memory in flight, and on what peers lend"),
     ("engine/exec/run/plan_run/gather.rs", "receives into memory in flight"),
     ("engine/exec/run/at_once.rs", "copies memory in flight to a staging slot"),

@@ -11,9 +11,9 @@ use crate::device::DeviceStream;
 use crate::device::operation::{Binding, Folds, limits};
 use crate::device::workspace::{ALIGN, Workspace, needs};
 use crate::error::Error;
-use crate::exec::backend::{Backend, Combined, Context, Prepared, Slice, base_of};
-use crate::exec::lends::{Agreement, Fold, Lends, LentSlot, Reach};
-use crate::exec::slicing::Slicing;
+use crate::exec::backend::{
+    Agreement, Backend, Combined, Context, Fold, Lends, LentSlot, Prepared, Reach, Slice, Slicing, base_of,
+};
 use crate::exec::{Operation, Part, Payload, Port, Reduction};
 use crate::link;
 use crate::link::waits::{Wait, kept};

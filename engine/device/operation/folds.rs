@@ -9,7 +9,7 @@ use crate::plan::Lending;
 use crate::types::Rank;
 
 /// Which of an operation's parts are *folded*: the ranks lend each other their memory, and one kernel of each rank combines what is lent
-/// ([`Lends`](crate::exec::lends::Lends)).
+/// ([`Lends`](crate::exec::backend::Lends)).
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Folds {
     /// All parts are folded, all ranks are in this process, and no buffer of this rank is replaced by a copy.

@@ -10,7 +10,7 @@
 use std::sync::Arc;
 
 use super::Endpoint;
-use super::run::Run;
+use super::progress::Run;
 use crate::error::{Error, Members};
 use crate::link::Break;
 use crate::types::Rank;

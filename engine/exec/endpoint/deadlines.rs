@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use super::Endpoint;
 use super::copy_backs::CopyBack;
-use super::run::Run;
+use super::progress::Run;
 use crate::error::{Error, Lost, Missing, MissingState, Operation};
 use crate::exec::p2p::{Direction, Overdue};
 use crate::types::Signature;

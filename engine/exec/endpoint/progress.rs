@@ -1,4 +1,4 @@
-//! How operations move: who drives an endpoint, and what a pass does.
+//! How operations move: who drives an endpoint, what executes on it ([`Run`]), and what a pass does.
 //!
 //! The thread that gets the lock of [`Run`] drives. No thread waits for that lock in order to drive: if it is taken, another
 //! thread drives. A thread that submits makes a pass at once; one that waits or polls drives for a while; after that, and for
@@ -10,15 +10,21 @@ use std::sync::atomic::{Ordering, fence};
 use std::task::{Poll, Waker};
 use std::time::{Duration, Instant};
 
-use super::run::Run;
+use super::ending::{Ending, Endings};
 use super::{Endpoint, EndpointConfig, Finished, orphaned};
 use crate::error::Error;
 use crate::exec::Progress;
-use crate::exec::active::Pass;
+use crate::exec::active::{Active, Pass};
+use crate::exec::carrier::{Carried, Lane};
+use crate::exec::deadlines::DeadlineClock;
 use crate::exec::inflight::Key;
+use crate::exec::p2p::Messages;
+use crate::exec::port::Port;
 use crate::link::locks::EngineGuard;
 use crate::link::waits::{Point, stop};
+use crate::mem::Event;
 use crate::trace::State;
+use crate::types::Rank;
 
 /// Where ranks outnumber cores, a poll makes so many passes at least, unless they take ten times its budget.
 const FEW_PASSES: u32 = 32;
@@ -270,7 +276,142 @@ impl EndpointConfig {
     }
 }
 
+/// How far a dead communicator has been taken down, and since when.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Teardown {
+    /// The communicator lives, or peers in this process may still touch what they were lent.
+    NotBegun,
+    /// Peers were told that nothing of theirs is read any more, and lent memory was taken back from this process's ranks.
+    Revoked(Instant),
+    /// All operations that had begun or were queued have been failed.
+    Failed(Instant),
+}
+
+/// What executes: the collective in work, the messages, and the links under both.
+pub(super) struct Run {
+    pub(super) active: Active,
+    pub(super) port: Port,
+    /// Once the communicator is bound to devices: what runs parts in their memory, over links of its own.
+    pub(super) device: Option<Box<dyn Lane>>,
+    /// Collectives that are on a stream, and have not ended there.
+    pub(super) endings: Endings,
+    pub(super) messages: Messages,
+    pub(super) clock: DeadlineClock,
+    /// How many passes have moved nothing, modulo 2^32.
+    pub(super) blocked: u32,
+    /// A pass has failed, and may have left work half done: so no more passes are made. Once the communicator is marked dead, it is torn down.
+    pub(super) failed: bool,
+    pub(super) teardown: Teardown,
+}
+
 impl Run {
+    pub(super) fn new(config: &EndpointConfig, port: Port, messages: Messages) -> Run {
+        Run {
+            active: Run::active(config).of_rank(&config.region),
+            port,
+            device: None,
+            endings: Endings::default(),
+            messages,
+            clock: DeadlineClock::new(config.runtime.now()),
+            blocked: 0,
+            failed: false,
+            teardown: Teardown::NotBegun,
+        }
+    }
+
+    /// What works on collectives, before the first one.
+    pub(super) fn active(config: &EndpointConfig) -> Active {
+        Active::new(config.comm, config.streams_from, config.env.one_host)
+    }
+
+    /// Whether the next collective may begin.
+    pub(super) fn may_begin(&self) -> bool {
+        self.active.is_empty() && !self.endings.is_full()
+    }
+
+    /// The links of collectives: those of the host, and those of the lane.
+    pub(super) fn ports(&mut self) -> impl Iterator<Item = &mut Port> {
+        std::iter::once(&mut self.port).chain(self.device.as_mut().map(|device| device.port()))
+    }
+
+    /// The ranks that the collective waits for.
+    pub(super) fn waiting_for(&mut self) -> Vec<Rank> {
+        let mut ranks = Vec::new();
+        self.active.waiting_for(&mut self.port, &mut ranks);
+        if let Some(device) = &mut self.device {
+            device.waiting_for(&mut ranks);
+        }
+        ranks.sort_unstable();
+        ranks.dedup();
+        ranks
+    }
+
+    /// All of the active collective is on its stream.
+    pub(super) fn enqueued(&mut self, key: Key) {
+        let Some((number, signature, timeout)) = self.active.current() else { return };
+        let Some(carrier) = self.active.carrier().cloned() else { return };
+        self.take_active();
+        self.endings.push(Ending::new(key, number, signature, timeout, carrier));
+    }
+
+    /// Forgets the collective in work, which is done or has failed. Returns its key and number.
+    pub(super) fn take_active(&mut self) -> Option<(Key, u64)> {
+        if let Some(device) = &mut self.device {
+            device.clear();
+        }
+        self.active.take()
+    }
+
+    /// Takes back what collectives have lent to peers and peers have released.
+    pub(super) fn reap(&mut self) {
+        // If a link has failed, the next pass returns that error.
+        let _ = self.port.reap(|lent| self.active.freed(&lent));
+        if let Some(device) = &mut self.device {
+            let _ = device.reap();
+        }
+    }
+
+    /// Takes back slots that were lent. Returns whether none is lent any more.
+    pub(super) fn reclaim(&mut self) -> bool {
+        self.ports().fold(true, |back, port| port.reclaim() & back) & self.messages.reclaim()
+    }
+
+    /// Begins the queued messages whose input is ready, and the next collective if it may begin. Returns whether any message began.
+    pub(super) fn take_in(&mut self, of: &Endpoint) -> Result<bool, Error> {
+        let waker = of.config.runtime.waker();
+        let (mut any, mut i, mut table) = (false, 0, of.submitted.lock());
+        // A message whose input is ready is handed to `Messages`; the others keep their places in the queue.
+        while i < table.messages.len() {
+            let after = table.messages[i].2.as_ref();
+            if after.is_none_or(|event| !event.subscribe(waker)) {
+                // If the stream that the message follows has failed, the message stays queued: it fails with all other operations.
+                let (_, message, after) = &table.messages[i];
+                ready(after, message.direction.name())?;
+                let Some((key, message, _)) = table.messages.remove(i) else { break };
+                drop(table);
+                self.messages.add(key, message, of.config.now());
+                any = true;
+                table = of.submitted.lock();
+            } else {
+                i += 1;
+            }
+        }
+        if self.may_begin()
+            && let Some((_, Carried { operation, .. }, after)) = table.collectives.front()
+            && !after.as_ref().is_some_and(|event| event.subscribe(waker))
+        {
+            if after.is_some() {
+                ready(after, &operation.signature.to_string())?;
+            }
+            if let Some((key, carried, _)) = table.collectives.pop_front() {
+                of.recorder.started(carried.operation.number);
+                self.active.start(key, carried);
+            }
+        }
+        of.submitted.note_queued(&table);
+        Ok(any)
+    }
+
     /// One pass: over what has ended on devices, what is queued, the collective in work, and the messages.
     fn pass(&mut self, of: &Arc<Endpoint>) -> Result<Progress, Error> {
         of.commands.check()?;
@@ -361,4 +502,15 @@ impl Run {
         };
         of.look_again.set(soon);
     }
+}
+
+fn ready(after: &Option<Event>, call: &str) -> Result<(), Error> {
+    let Some(failed) = after.as_ref().filter(|event| event.is_failed()) else { return Ok(()) };
+    let panicked = || {
+        Error::invalid(
+            call,
+            "the stream that this call was to follow has failed: a job on that stream panicked",
+        )
+    };
+    Err(failed.cause().unwrap_or_else(panicked))
 }

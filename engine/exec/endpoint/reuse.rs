@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::run::{Run, Teardown};
+use super::progress::{Run, Teardown};
 use super::teardown::HANG_UP;
 use super::{Endpoint, EndpointConfig, Messages, Port};
 use crate::commands::LastOf;

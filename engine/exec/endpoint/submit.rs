@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::Endpoint;
 use super::copy_backs::CopyBack;
-use super::run::Run;
+use super::progress::Run;
 use super::table::Table;
 use crate::error::Error;
 use crate::exec::Progress;
@@ -136,53 +136,4 @@ impl Endpoint {
             self.copy_backs.submitted(CopyBack { key, number, signature, timeout, carrier });
         }
     }
-}
-
-impl Run {
-    /// Begins the queued messages whose input is ready, and the next collective if it may begin. Returns whether any message began.
-    pub(super) fn take_in(&mut self, of: &Endpoint) -> Result<bool, Error> {
-        let waker = of.config.runtime.waker();
-        let (mut any, mut i, mut table) = (false, 0, of.submitted.lock());
-        // A message whose input is ready is handed to `Messages`; the others keep their places in the queue.
-        while i < table.messages.len() {
-            let after = table.messages[i].2.as_ref();
-            if after.is_none_or(|event| !event.subscribe(waker)) {
-                // If the stream that the message follows has failed, the message stays queued: it fails with all other operations.
-                let (_, message, after) = &table.messages[i];
-                ready(after, message.direction.name())?;
-                let Some((key, message, _)) = table.messages.remove(i) else { break };
-                drop(table);
-                self.messages.add(key, message, of.config.now());
-                any = true;
-                table = of.submitted.lock();
-            } else {
-                i += 1;
-            }
-        }
-        if self.may_begin()
-            && let Some((_, Carried { operation, .. }, after)) = table.collectives.front()
-            && !after.as_ref().is_some_and(|event| event.subscribe(waker))
-        {
-            if after.is_some() {
-                ready(after, &operation.signature.to_string())?;
-            }
-            if let Some((key, carried, _)) = table.collectives.pop_front() {
-                of.recorder.started(carried.operation.number);
-                self.active.start(key, carried);
-            }
-        }
-        of.submitted.note_queued(&table);
-        Ok(any)
-    }
-}
-
-fn ready(after: &Option<Event>, call: &str) -> Result<(), Error> {
-    let Some(failed) = after.as_ref().filter(|event| event.is_failed()) else { return Ok(()) };
-    let panicked = || {
-        Error::invalid(
-            call,
-            "the stream that this call was to follow has failed: a job on that stream panicked",
-        )
-    };
-    Err(failed.cause().unwrap_or_else(panicked))
 }

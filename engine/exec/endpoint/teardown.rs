@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::copy_backs::CopyBacks;
-use super::run::{Run, Teardown};
+use super::progress::{Run, Teardown};
 use super::table::Submitted;
 use super::{Endpoint, Port};
 use crate::error::Error;

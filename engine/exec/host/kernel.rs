@@ -4,8 +4,7 @@ use allstream_kernels as kernels;
 
 use super::Host;
 use crate::error::{Error, Members};
-use crate::exec::backend::{Combined, Context, Slice};
-use crate::exec::lends::Fold;
+use crate::exec::backend::{Combined, Context, Fold, Slice};
 use crate::exec::operation::Reduction;
 use crate::exec::port::{Payload, Port};
 use crate::types::Kind;

@@ -4,15 +4,11 @@
 //! goes in one frame; the frame's payload is copied by the link, or lies in a staging slot. So the operation's memory is free as soon as all is posted. A
 //! [`PartRun`] takes the part where a frame has not come yet, where a link has no room, and where what was posted has to come back first.
 
-use super::PartRun;
-use super::turn::{LinkUse, Turn};
+use super::{PartRun, Turn};
 use crate::error::Error;
-use crate::exec::backend::{Backend, Context, Slice, StepState};
-use crate::exec::lends::Lends;
+use crate::exec::backend::{Backend, Context, Lends, Slice, Slicing, StepState};
 use crate::exec::operation::Operation;
-use crate::exec::port::{FrameSource, Payload, Port};
-use crate::exec::slicing::Slicing;
-use crate::link::Header;
+use crate::exec::port::{Payload, Port};
 use crate::link::region::Slot;
 use crate::plan::compile::Holds;
 use crate::plan::{At, INPUT, OUTPUT, Operand, Step};
@@ -123,35 +119,13 @@ impl<B: Backend, L: Lends> PartRun<B, L> {
                 Payload::Slot(slot, place)
             }
         };
-        Ok(if post(turn, step, &state, &payload, port)? { AtOnce::All } else { AtOnce::Posted })
+        let mut is_free = true;
+        for (k, &peer) in step.send.iter().enumerate() {
+            let (header, source) = turn.frame(0, &state, k, (0, state.len), 0);
+            is_free &= port.post(peer, header, &payload, source)?;
+        }
+        Ok(if is_free { AtOnce::All } else { AtOnce::Posted })
     }
-}
-
-/// Posts the step's messages. Returns whether their payload is free.
-#[inline]
-fn post<R: LinkUse>(
-    turn: Turn<'_, R>,
-    step: &Step,
-    state: &StepState,
-    payload: &Payload,
-    port: &mut Port,
-) -> Result<bool, Error> {
-    let (c, bytes, mut is_free) = (turn.c, state.len * state.unit, true);
-    for (k, &peer) in step.send.iter().enumerate() {
-        let header = Header {
-            comm: c.comm as u32,
-            op: c.op.number,
-            offset: 0,
-            len: bytes as u32,
-            message: turn.message(0),
-            signature: c.signature(0, state),
-        };
-        let (operation, receiver, end) = (c.op.number, turn.receiver(k), state.len);
-        let is_copied = c.is_copied(0, bytes);
-        let source = FrameSource { operation, step: 0, receiver, is_copied, end };
-        is_free &= port.post(peer, header, payload, source)?;
-    }
-    Ok(is_free)
 }
 
 /// Checks that there is room for a step's messages, whose payload is so many bytes at `from`. Returns the staging slot that they need. `Some(None)`: they

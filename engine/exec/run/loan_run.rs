@@ -14,10 +14,9 @@
 
 use std::ops::Range;
 
-use super::turn::{LOAN, LinkUse, Passed, Turn, check_frame, receiver_of};
+use super::{LOAN, LinkUse, Passed, Turn, check_frame, receiver_of};
 use crate::error::Error;
-use crate::exec::backend::Context;
-use crate::exec::lends::{Agreement, Fold, Lends, LentSlot, MAX_LENDERS, Out, PIECE, Reach};
+use crate::exec::backend::{Agreement, Context, Fold, Lends, LentSlot, MAX_LENDERS, Out, PIECE, Reach};
 use crate::exec::operation::Part;
 use crate::exec::port::{FrameSource, Lent, Port};
 use crate::link::{Header, Loan};

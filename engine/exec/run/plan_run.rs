@@ -9,32 +9,26 @@
 //! run of the plan, so what the checker proves of one holds for all. The parts of one operation follow each other on
 //! each link: a part may use it when the parts before have nothing more for it.
 //!
-//! | file | what is in it |
-//! |---|---|
-//! | `steps.rs` | cursors of steps and links, and the limits that follow from them |
-//! | `gather.rs` | how a step gathers its operands, has them combined, and sends the result |
-//! | `frames.rs` | what is received: the right frame, or an account of what is wrong |
-//! | `stripes.rs` | input that comes, and output that leaves, while the steps run |
-//! | `ready.rs` | the list of steps to be looked at |
+//! This file has the cursors, and the limits that follow from them. `gather.rs`: how a step gathers its operands, has them combined, and sends the
+//! result. `stripes.rs`: how buffers are cut whose input comes, and whose output leaves, while the steps run.
 //!
 //! Nothing here knows the kind of memory: only a [`Backend`] does.
 
-mod frames;
 mod gather;
-mod ready;
-mod steps;
 mod stripes;
 
-use self::ready::ReadyList;
+use std::collections::VecDeque;
+
 pub(crate) use self::stripes::{STRIPE, StagedBuf, cut};
-use super::BUDGET;
-use super::turn::{LinkUse, Passed, Turn, receiver_of};
+use super::{BUDGET, LinkUse, Passed, Turn, receiver_of};
 use crate::error::Error;
-use crate::exec::backend::{Backend, Context, Prepared, StepState};
+use crate::exec::backend::{Backend, Context, Prepared, Slicing, StepState};
 use crate::exec::operation::Part;
 use crate::exec::port::{Lent, Port};
-use crate::exec::slicing::Slicing;
-use crate::plan::{Program, Slot};
+use crate::link::Frame;
+use crate::link::waits::Wait;
+use crate::plan::compile::Holds;
+use crate::plan::{At, OUTPUT, Operand, Program, Slot, Step};
 use crate::types::Rank;
 
 /// The next message of a link, and its round.
@@ -42,6 +36,44 @@ use crate::types::Rank;
 struct Cursor {
     message: u32,
     round: u32,
+}
+
+/// Steps that may be able to go on, as something that they wait for may have come. A step is listed at most once.
+#[derive(Default)]
+struct ReadyList {
+    list: VecDeque<u32>,
+    listed: Vec<bool>,
+}
+
+impl ReadyList {
+    /// Lists the steps `0..steps`, in this order, and no others.
+    fn reset(&mut self, steps: usize) {
+        self.list.clear();
+        self.list.extend(0..steps as u32);
+        self.listed.clear();
+        self.listed.resize(steps, true);
+    }
+
+    fn mark(&mut self, i: u32) {
+        if !std::mem::replace(&mut self.listed[i as usize], true) {
+            self.list.push_back(i);
+        }
+    }
+
+    fn next(&mut self) -> Option<usize> {
+        let i = self.list.pop_front()? as usize;
+        self.listed[i] = false;
+        Some(i)
+    }
+
+    /// Whether every step is listed.
+    fn has_all(&self) -> bool {
+        self.list.len() == self.listed.len()
+    }
+
+    fn is_empty(&self) -> bool {
+        self.list.is_empty()
+    }
 }
 
 /// Runs the steps of parts, one part after another. Its vectors are kept from one part to the next.
@@ -259,5 +291,249 @@ impl<B: Backend> PlanRun<B> {
             self.left -= 1;
         }
         Ok(any)
+    }
+}
+
+/// How far steps and links have got, and what follows from that.
+impl<B: Backend> PlanRun<B> {
+    /// Notes that so many rounds of the input have come. Returns whether this number is new.
+    #[inline]
+    pub(super) fn arrived(&mut self, rounds: usize) -> bool {
+        let is_news = self.arrived != rounds;
+        if is_news {
+            self.arrived = rounds;
+            (0..self.steps.len() as u32).for_each(|i| self.ready.mark(i));
+        }
+        is_news
+    }
+
+    /// How many rounds of the output have their final results; `usize::MAX`: all. Steps may still send them, but do not change them.
+    pub(super) fn stored(&self, program: &Program) -> usize {
+        if !self.is_prepared {
+            return 0;
+        }
+        let steps = program.plan.steps.iter().zip(&self.steps);
+        let to_output = |step: &Step| step.dst.is_some_and(|at| at.slot == OUTPUT);
+        let left = steps.filter(|(step, state)| to_output(step) && state.pos < state.len);
+        left.map(|(_, state)| state.pos / self.round).min().unwrap_or(usize::MAX)
+    }
+
+    /// Whether nothing more of this part goes to a peer.
+    #[inline]
+    pub(super) fn tx_done(&self, program: &Program, peer: Rank) -> bool {
+        self.tx[peer].round >= self.rounds || program.sends[peer].is_empty()
+    }
+
+    /// Whether nothing more of this part comes from a peer.
+    #[inline]
+    pub(super) fn rx_done(&self, program: &Program, peer: Rank) -> bool {
+        self.rx[peer].round >= self.rounds || program.recvs[peer].is_empty()
+    }
+
+    /// Lists the steps whose messages to or from a peer are the next ones on their links.
+    fn mark_heads(&mut self, program: &Program, peer: Rank) {
+        for (cursor, messages) in [(self.tx[peer], &program.sends), (self.rx[peer], &program.recvs)] {
+            if cursor.round < self.rounds
+                && let Some(&i) = messages[peer].get(cursor.message as usize)
+            {
+                self.ready.mark(i);
+            }
+        }
+    }
+
+    fn is_done(&self, program: &Program, i: usize) -> bool {
+        let (state, step) = (&self.steps[i], &program.plan.steps[i]);
+        let stored = step.holds() == Holds::Source || state.pos == state.len;
+        let receivers = state.first..state.first + step.send.len();
+        // A step is not done while memory of ours is lent for one of its messages: `freed` tells.
+        let freed = self.freed[receivers].iter().all(|f| *f == state.len);
+        stored && (freed || !self.backend.keeps(Wait::Freed))
+    }
+
+    /// Up to which element (exclusive) step `i` may read and write, by what the steps before it have written and what has come of the input.
+    fn written_limit(&self, program: &Program, i: usize) -> usize {
+        let after = &program.nodes[i].after_write;
+        let after = after.iter().filter(|_| self.backend.keeps(Wait::Written));
+        let come = self.arrived.saturating_mul(self.round);
+        after.map(|j| self.limit(i, *j, self.steps[*j as usize].pos)).min().unwrap_or(come).min(come)
+    }
+
+    /// Up to which element (exclusive) step `i` may write, by how far the steps before it have got that read there or send from there.
+    fn read_limit(&self, program: &Program, i: usize) -> usize {
+        let mut limit = usize::MAX;
+        for &j in program.nodes[i].after_read.iter().filter(|_| self.backend.keeps(Wait::Read)) {
+            let (state, step) = (&self.steps[j as usize], &program.plan.steps[j as usize]);
+            if step.holds() != Holds::Source {
+                limit = limit.min(self.limit(i, j, state.got));
+            }
+            for freed in &self.freed[state.first..state.first + step.send.len()] {
+                limit = limit.min(self.limit(i, j, *freed));
+            }
+        }
+        limit
+    }
+
+    /// A cursor of step `j` as a limit for step `i`. Steps that depend on each other share a chunk, so their lengths agree.
+    fn limit(&self, i: usize, j: u32, cursor: usize) -> usize {
+        debug_assert_eq!(self.steps[i].len, self.steps[j as usize].len);
+        cursor
+    }
+
+    /// Where the round ends that element `at` is in.
+    fn portion_end(&self, state: &StepState, at: usize) -> usize {
+        ((at / self.round + 1) * self.round).min(state.len)
+    }
+
+    /// Where the slice ends that element `at` is in. Slices begin at multiples of their length.
+    fn slice_end(&self, state: &StepState, at: usize) -> usize {
+        self.frame_end(state, at, 0)
+    }
+
+    /// Where the frame ends that element `at` is in: with its slice, or after `most` bytes if a frame of the link may be longer than a slice.
+    fn frame_end(&self, state: &StepState, at: usize, most: usize) -> usize {
+        let frame = most.checked_div(state.unit).unwrap_or(1).max(self.slicing.slice_of(state.unit));
+        ((at / frame + 1) * frame).min(self.portion_end(state, at))
+    }
+
+    /// Where element `pos` of a chunk is.
+    fn address(&self, part: &Part, at: At, state: &StepState, pos: usize) -> *mut u8 {
+        let start = part.range(at.slot, at.chunk).start * part.dtype.size();
+        self.backend.base(part, at.slot).wrapping_add(start + pos * state.unit)
+    }
+
+    /// Moves a link's cursor to the next message. Skips messages whose chunk is too short to have anything in the cursor's round.
+    fn advance(steps: &[StepState], messages: &[u32], cursor: &mut Cursor, rounds: u32, round: usize) {
+        loop {
+            cursor.message += 1;
+            if cursor.message as usize >= messages.len() {
+                *cursor = Cursor { message: 0, round: cursor.round + 1 };
+                if cursor.round >= rounds {
+                    return;
+                }
+            }
+            let state = &steps[messages[cursor.message as usize] as usize];
+            if state.len > cursor.round as usize * round {
+                return;
+            }
+        }
+    }
+
+    /// Notes that step `i` has gathered `m` elements, and moves on the cursors of links whose messages end there.
+    fn gathered(&mut self, program: &Program, i: usize, m: usize, stored: bool) {
+        let round = self.round;
+        let state = &mut self.steps[i];
+        self.touched += m * state.unit;
+        state.got += m;
+        if stored {
+            state.pos = state.got;
+        }
+        let (got, at_end) = (state.got, state.got.is_multiple_of(round) || state.got == state.len);
+        if m == 0 || !at_end || got == 0 {
+            return;
+        }
+        for operand in &program.plan.steps[i].operands {
+            if let Operand::Recv(from) = operand {
+                Self::advance(&self.steps, &program.recvs[*from], &mut self.rx[*from], self.rounds, round);
+                self.mark_heads(program, *from);
+            }
+        }
+    }
+}
+
+/// What is received, and what is waited for.
+impl<B: Backend> PlanRun<B> {
+    /// The frame from rank `from` that step `i` needs in a round, if `useful` bytes of it have come; an error if the frame that has come
+    /// is another one.
+    fn expect(
+        &self,
+        t: Turn<'_, impl LinkUse>,
+        i: usize,
+        from: Rank,
+        (round, useful): (usize, usize),
+        port: &mut Port,
+    ) -> Result<Option<Frame>, Error> {
+        let (c, cursor) = (t.c, self.rx[from]);
+        if cursor.round as usize != round
+            || c.program().recvs[from].get(cursor.message as usize) != Some(&(i as u32))
+            || !t.may_receive(from)
+        {
+            return Ok(None);
+        }
+        let state = &self.steps[i];
+        let Some(frame) = t.next_of_steps(from, c.signature(i, state), port)? else { return Ok(None) };
+        let done = frame.done.checked_div(state.unit).unwrap_or(0);
+        let left = frame.header.len as usize - frame.done;
+        if frame.header.message != t.message(cursor.message)
+            || frame.header.offset.wrapping_add(done as u64) != state.got as u64
+            || left.checked_rem(state.unit).unwrap_or(left) != 0
+            || left > (self.portion_end(state, state.got) - state.got) * state.unit
+        {
+            let problem = format!(
+                "message {} at element {} ({left} bytes left), expected message {} at element {} in operation #{}",
+                frame.header.message,
+                frame.header.offset,
+                t.message(cursor.message),
+                state.got,
+                c.op.number
+            );
+            return Err(Error::protocol(from, problem));
+        }
+        // A kernel that reads elements at an address that is not a multiple of their size would break the device's context for good.
+        if B::IS_ALIGNED && left > 0 && !frame.data.addr().is_multiple_of(state.unit) {
+            let problem = format!(
+                "{} values at address {:#x}, which is not a multiple of their size",
+                c.part.dtype,
+                frame.data.addr()
+            );
+            return Err(Error::protocol(from, problem));
+        }
+        if useful <= frame.ready {
+            return Ok(Some(frame));
+        }
+        port.rx(from)?.peek(useful)
+    }
+
+    /// Adds to `ranks` those whose frames the part waits for, those that have yet to release what it sent, and those to which it cannot send for
+    /// want of room.
+    pub(super) fn waiting_for(&self, program: &Program, port: &mut Port, ranks: &mut Vec<Rank>) {
+        for (i, step) in program.plan.steps.iter().enumerate() {
+            if self.is_done(program, i) {
+                continue;
+            }
+            let state = &self.steps[i];
+            for operand in &step.operands {
+                if let Operand::Recv(from) = operand
+                    && state.got < state.len
+                    && !matches!(port.rx(*from).and_then(|rx| rx.peek(0)), Ok(Some(_)))
+                {
+                    ranks.push(*from);
+                }
+            }
+            for (k, &peer) in step.send.iter().enumerate() {
+                let (sent, freed) = (self.sent[state.first + k], self.freed[state.first + k]);
+                let full = matches!(port.tx(peer).and_then(|tx| tx.room()), Ok(false));
+                if freed < sent || (sent < state.len && full) {
+                    ranks.push(peer);
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_step_is_listed_once_until_it_was_looked_at() {
+        let mut ready = ReadyList::default();
+        ready.reset(2);
+        ready.mark(1);
+        assert_eq!([ready.next(), ready.next(), ready.next()], [Some(0), Some(1), None]);
+        ready.mark(1);
+        ready.mark(0);
+        ready.mark(1);
+        assert_eq!([ready.next(), ready.next()], [Some(1), Some(0)]);
+        assert!(ready.is_empty());
     }
 }

@@ -1,16 +1,137 @@
-//! Tests of how a part chooses between loans and steps: two ranks of this process, over real rings.
+//! Tests of the parts of an operation and of how each chooses between loans and steps: two ranks of this process, over real rings.
 
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::*;
+use crate::exec::backend::{Agreement, Fold, LentSlot, Reach};
 use crate::exec::host::{Host, HostLoans};
-use crate::exec::lends::{Agreement, Fold, LentSlot, Reach};
 use crate::exec::operation::{PartList, Reduction};
-use crate::exec::parts::tests::Rings;
-use crate::link;
+use crate::link::layout::RING_BYTES;
+use crate::link::local::{Doorbell, LocalRx, LocalTx, MemoryLock};
+use crate::link::region::Region;
+use crate::link::{self, LinkRx, LinkTx, Opener, SLOT};
 use crate::plan::{self, Lending, Program, Shape};
 use crate::types::{Algo, DType, Kind, ReduceOp, Signature};
+
+/// Rings both ways between two ranks of this process: what is sent stays where it is.
+pub(in crate::exec) struct Rings {
+    pub(in crate::exec) rank: usize,
+    pub(in crate::exec) regions: [Arc<Region>; 2],
+    at: [usize; 2],
+    doorbell: Doorbell,
+    memory_locks: [MemoryLock; 2],
+}
+
+impl Rings {
+    /// The rings of each of two ranks.
+    pub(in crate::exec) fn pair() -> [Rings; 2] {
+        let regions = [(); 2].map(|()| Arc::new(Region::shared().unwrap()));
+        let at = [0, 1].map(|rank: usize| regions[rank].alloc(RING_BYTES).unwrap());
+        let fd = rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC).unwrap();
+        let doorbell = Doorbell::new(regions[0].clone(), Arc::<OwnedFd>::new(fd));
+        let memory_locks = [(); 2].map(|()| MemoryLock::default());
+        [0, 1].map(|rank| {
+            let (regions, doorbell, memory_locks) = (regions.clone(), doorbell.clone(), memory_locks.clone());
+            Rings { rank, regions, at, doorbell, memory_locks }
+        })
+    }
+}
+
+impl Opener for Rings {
+    fn open_tx(&self, peer: Rank, _: u8) -> Result<Box<dyn LinkTx>, Error> {
+        let (region, at) = (self.regions[self.rank].clone(), self.at[self.rank]);
+        Ok(Box::new(LocalTx::new(region, at, self.doorbell.clone(), Some(self.memory_locks[peer].clone()))?))
+    }
+    fn open_rx(&self, peer: Rank, _: u8) -> Result<Box<dyn LinkRx>, Error> {
+        let (region, at) = (self.regions[peer].clone(), self.at[peer] as u64);
+        Ok(Box::new(LocalRx::new(region, at, self.doorbell.clone(), peer, true)?))
+    }
+}
+
+/// A broadcast of these bytes from rank 0, for one of two ranks.
+fn broadcast_of(memory: &mut [u8], rank: Rank) -> Operation {
+    let shape = Shape { n: 2, rank, in_place: true, ..Shape::default() };
+    let plan = plan::plan(Kind::Broadcast, Algo::OneShot, &shape).unwrap();
+    let part = Part {
+        program: Arc::new(Program::compile(&plan)),
+        input: memory.as_ptr(),
+        output: memory.as_mut_ptr(),
+        count: memory.len(),
+        dtype: DType::U8,
+        tables: None,
+        pairwise: false,
+        stated: None,
+    };
+    let reduction = Reduction::Op(ReduceOp::Sum);
+    let signature = Signature { kind: Kind::Broadcast as u8, ..Signature::default() };
+    Operation::new("test", signature, Duration::MAX, reduction, PartList::One(part))
+}
+
+fn parts_and_port(rings: Rings) -> (Parts<Host, HostLoans>, Port) {
+    let (rank, region) = (rings.rank, rings.regions[rings.rank].clone());
+    let parts = Parts::new(0, Host::new(usize::MAX), HostLoans::new(usize::MAX, true));
+    (parts, Port::new((rank, 2), 0, region, Arc::new(rings)))
+}
+
+/// Broadcasts `bytes` from rank 0. Returns the most bytes that one pass of this rank touched.
+fn broadcast(rings: Rings, bytes: usize) -> usize {
+    let rank = rings.rank;
+    let mut memory = vec![1 - rank as u8; bytes];
+    let op = broadcast_of(&mut memory, rank);
+    let (mut parts, mut port) = parts_and_port(rings);
+    let mut next = NextPart::default();
+    let (mut most, end) = (0, Instant::now() + Duration::from_secs(60));
+    while Instant::now() < end {
+        port.reap(|lent| parts.freed(&lent)).unwrap();
+        let mut work = Work { op: &op, next: &mut next, reach: ALL };
+        let (_, complete) = parts.pass(&mut work, None, &mut port).unwrap();
+        most = parts.running.iter().map(|run| run.touched()).sum::<usize>().max(most);
+        if complete {
+            assert!(memory.iter().all(|value| *value == 1), "what rank 0 had");
+            return most;
+        }
+    }
+    panic!("rank {rank} did not come to its end");
+}
+
+#[test]
+fn a_small_part_of_one_step_is_done_at_once_where_it_can_be() {
+    let [mut root, mut leaf] = Rings::pair().map(parts_and_port);
+    // So many passes of the leaf before the root's first, how many bytes, and which of the two then need no run.
+    let cases = [(0, 1, [true, true]), (0, Port::INLINE, [true, true]), (1, 8, [true, false])];
+    for (early, bytes, at_once) in cases.into_iter().chain([(0, Port::INLINE + 1, [false, true])]) {
+        let mut memory = [vec![1; bytes], vec![0; bytes]];
+        let [from, to] = &mut memory;
+        let ops = [broadcast_of(from, 0), broadcast_of(to, 1)];
+        let mut next = [NextPart::default(); 2];
+        let mut pass = |rank: usize, (parts, port): &mut (Parts<Host, HostLoans>, Port)| {
+            port.reap(|lent| parts.freed(&lent)).unwrap();
+            let mut work = Work { op: &ops[rank], next: &mut next[rank], reach: ALL };
+            parts.pass(&mut work, None, port).unwrap()
+        };
+        for _ in 0..early {
+            assert_eq!(pass(1, &mut leaf), (false, false), "nothing has come yet");
+        }
+        let (_, is_posted) = pass(0, &mut root);
+        assert_eq!(pass(1, &mut leaf), (true, true));
+        assert!(is_posted || pass(0, &mut root).1, "what was lent has come back");
+        let used = [&mut root, &mut leaf].map(|(parts, _)| parts.idle.drain(..).count());
+        assert_eq!(used.map(|runs| runs == 0), at_once, "{bytes} bytes, {early} passes early");
+        assert_eq!(memory[1], vec![1; bytes]);
+    }
+}
+
+/// This holds however fast the peer is. It has to: a pass holds the memory lock, for which the rank's other communicators wait.
+#[test]
+fn a_pass_touches_no_more_than_its_budget() {
+    let ranks = Rings::pair().map(|rings| std::thread::spawn(move || broadcast(rings, 256 << 20)));
+    for rank in ranks {
+        let most = rank.join().unwrap();
+        assert!(most <= BUDGET + SLOT, "a pass touched {most} bytes");
+    }
+}
 
 /// Lends as the host does, if it `can`. Else it answers that no peer can reach the memory.
 #[derive(Clone)]

@@ -3,8 +3,7 @@
 use super::{Backend, LinkUse, PlanRun, Turn};
 use crate::error::Error;
 use crate::exec::backend::Slice;
-use crate::exec::port::{FrameSource, Payload, Port};
-use crate::link::Header;
+use crate::exec::port::{Payload, Port};
 use crate::plan::compile::Holds;
 use crate::plan::{INPUT, Operand};
 use crate::types::Rank;
@@ -333,18 +332,8 @@ impl<B: Backend> PlanRun<B> {
     ) -> Result<(), Error> {
         let program = t.c.program();
         let (state, peer) = (self.steps[i], program.plan.steps[i].send[k]);
-        let header = Header {
-            comm: t.c.comm as u32,
-            op: t.c.op.number,
-            offset: at as u64,
-            len: (m * state.unit) as u32,
-            message: t.message(self.tx[peer].message),
-            signature: t.c.signature(i, &state),
-        };
         let end = at + m;
-        let (operation, step, receiver) = (t.c.op.number, i as u32, t.receiver(k));
-        let is_copied = t.c.is_copied(i, header.len as usize);
-        let source = FrameSource { operation, step, receiver, is_copied, end };
+        let (header, source) = t.frame(i, &state, k, (at, m), self.tx[peer].message);
         let free = port.post(peer, header, payload, source)?;
         self.touched += m * state.unit;
         let index = state.first + k;

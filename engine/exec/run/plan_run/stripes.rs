@@ -6,11 +6,10 @@
 
 use std::ops::Range;
 
-use super::{Backend, PlanRun};
+use crate::exec::backend::Slicing;
 use crate::exec::operation::Part;
-use crate::exec::slicing::Slicing;
 use crate::mem::{ALL, Stripe};
-use crate::plan::{Layout, OUTPUT, Program, Slot, Step};
+use crate::plan::{Layout, Slot};
 
 /// Bytes of a stripe: so many that copying them takes long compared with starting the copies (tens of microseconds each way), and few
 /// compared with an operation that is worth cutting. The best value is still to be measured.
@@ -96,36 +95,12 @@ fn merged(pieces: &mut Vec<(usize, Range<usize>)>) -> Vec<(usize, Range<usize>)>
     all
 }
 
-impl<B: Backend> PlanRun<B> {
-    /// Notes that so many rounds of the input have come. Returns whether this number is new.
-    #[inline]
-    pub(in crate::exec) fn arrived(&mut self, rounds: usize) -> bool {
-        let is_news = self.arrived != rounds;
-        if is_news {
-            self.arrived = rounds;
-            (0..self.steps.len() as u32).for_each(|i| self.ready.mark(i));
-        }
-        is_news
-    }
-
-    /// How many rounds of the output have their final results; `usize::MAX`: all. Steps may still send them, but do not change them.
-    pub(in crate::exec) fn stored(&self, program: &Program) -> usize {
-        if !self.is_prepared {
-            return 0;
-        }
-        let steps = program.plan.steps.iter().zip(&self.steps);
-        let to_output = |step: &Step| step.dst.is_some_and(|at| at.slot == OUTPUT);
-        let left = steps.filter(|(step, state)| to_output(step) && state.pos < state.len);
-        left.map(|(_, state)| state.pos / self.round).min().unwrap_or(usize::MAX)
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use std::sync::Arc;
 
     use super::*;
-    use crate::plan::{self, Algo, INPUT, Kind, Shape};
+    use crate::plan::{self, Algo, INPUT, Kind, OUTPUT, Program, Shape};
     use crate::types::DType;
 
     /// Each byte of each buffer is in exactly one stripe, which comes no later than the first round that touches the byte.
