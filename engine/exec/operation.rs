@@ -164,6 +164,15 @@ impl PartList {
             PartList::Many(parts) => parts.get(i),
         }
     }
+
+    /// The only part and the only step of its plan, if there is no other part and no other step.
+    pub(super) fn of_one_step(&self) -> Option<(&Part, &Step)> {
+        let part = self.get(0).filter(|_| self.get(1).is_none())?;
+        match &part.program.plan.steps[..] {
+            [step] => Some((part, step)),
+            _ => None,
+        }
+    }
 }
 
 /// Called when all parts are done: looks at the buffers, and returns the parts of the second half. For operations whose first half tells

@@ -56,7 +56,10 @@ const UNSAFE: [(&str, &str); 47] = [
     ("engine/exec/inflight.rs", "the table that owns buffers in flight"),
     ("engine/exec/filling.rs", "copies to staging slots"),
     ("engine/exec/port.rs", "calls links"),
-    ("engine/exec/backend.rs", "says what copies to staging slots, and to and from those that are lent, rely on"),
+    (
+        "engine/exec/backend.rs",
+        "says what copies to staging slots, and to and from those that are lent, rely on",
+    ),
     ("engine/exec/host.rs", "scales and copies memory in flight, and to and from slots that are lent"),
     ("engine/exec/host/kernel.rs", "runs kernels on memory in flight, and on what peers lend"),
     ("engine/exec/run/plan_run/gather.rs", "receives into memory in flight"),

@@ -7,7 +7,6 @@
 use super::{PartRun, Turn};
 use crate::error::Error;
 use crate::exec::backend::{Backend, Context, Lends, Slice, Slicing, StepState};
-use crate::exec::operation::Operation;
 use crate::exec::port::{Payload, Port};
 use crate::link::region::Slot;
 use crate::plan::compile::Holds;
@@ -19,20 +18,17 @@ const SMALL: usize = 4 << 10;
 const OPERANDS: usize = 4;
 
 /// What was done of an operation at once.
-pub(in crate::exec) enum AtOnce {
+pub(super) enum AtOnce {
     Nothing,
     /// All but this: what was posted from staging slots has to come back.
     Posted,
     All,
 }
 
-/// The operation's part if it is of this kind, its step, and the state of a step that has done nothing.
+/// The state of a step that has done nothing, if the step is of this kind.
 #[inline]
-fn small(comm: u64, op: &Operation) -> Option<(Context<'_>, &Step, StepState)> {
-    let part = op.parts.get(0).filter(|_| op.parts.get(1).is_none())?;
-    let c = Context { comm, op, part };
-    let program = c.program();
-    let [step] = &program.plan.steps[..] else { return None };
+fn small(c: Context<'_>, step: &Step) -> Option<StepState> {
+    let (part, program) = (c.part, c.program());
     let at = step.chunk()?;
     let (len, unit) = (part.range(at.slot, at.chunk).len(), part.dtype.size());
     if !(1..=SMALL).contains(&(len * unit)) || step.operands.len() > OPERANDS {
@@ -51,19 +47,18 @@ fn small(comm: u64, op: &Operation) -> Option<(Context<'_>, &Step, StepState)> {
     };
     let is_plain = program.lending.is_none() && c.factor().is_none();
     let is_it = is_held && is_plain && step.operands.iter().all(is_known);
-    is_it.then(|| (c, step, StepState { len, unit, ..StepState::default() }))
+    is_it.then(|| StepState { len, unit, ..StepState::default() })
 }
 
 impl<B: Backend, L: Lends> PartRun<B, L> {
-    /// Does all of an operation, if it has a single small part that can be done at once. `backend` has not begun any part.
-    pub(in crate::exec) fn at_once(
+    /// Does all of an operation of one step, if that is small and can be done at once. `backend` has not begun any part.
+    pub(super) fn at_once(
         backend: &mut B,
-        (comm, op): (u64, &Operation),
+        c: Context<'_>,
+        step: &Step,
         port: &mut Port,
     ) -> Result<AtOnce, Error> {
-        let Some((c, step, state)) = small(comm, op).filter(|_| B::TAKES_TIME) else {
-            return Ok(AtOnce::Nothing);
-        };
+        let Some(state) = small(c, step) else { return Ok(AtOnce::Nothing) };
         let turn: Turn<'_, PartRun<B, L>> = Turn { c, part: 0, earlier: &[] };
         let address = |at: At| {
             let start = c.part.range(at.slot, at.chunk).start * state.unit;

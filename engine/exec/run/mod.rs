@@ -108,9 +108,13 @@ impl<B: Backend, L: Lends> Parts<B, L> {
     ) -> Result<(bool, bool), Error> {
         let Work { op, next, reach } = work;
         let reach = *reach;
-        if next.is_first() && reach == ALL {
-            let done = PartRun::<B, L>::at_once(&mut self.backend, (self.comm, op), port)?;
-            if let (AtOnce::Posted, Some(part)) = (&done, op.parts.get(0)) {
+        if next.is_first()
+            && reach == ALL
+            && let Some((part, step)) = op.parts.of_one_step().filter(|_| B::TAKES_TIME)
+        {
+            let c = Context { comm: self.comm, op, part };
+            let done = PartRun::<B, L>::at_once(&mut self.backend, c, step, port)?;
+            if matches!(done, AtOnce::Posted) {
                 self.start(op, part, **next, reach);
                 self.running.iter_mut().for_each(|run| run.posted_at_once());
             }
