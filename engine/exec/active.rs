@@ -249,7 +249,7 @@ impl Active {
 
     /// Adds to `ranks` those whose frames parts in the host's memory wait for, and those to which they wait to send.
     pub(crate) fn waiting_for(&self, port: &mut Port, ranks: &mut Vec<Rank>) {
-        self.host.waiting_for(port, ranks);
+        self.host.waiting_for(self.current.as_ref().map(|current| &current.op), port, ranks);
     }
 
     /// The operation, as errors name it.

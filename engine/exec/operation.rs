@@ -165,13 +165,9 @@ impl PartList {
         }
     }
 
-    /// The only part and the only step of its plan, if there is no other part and no other step.
-    pub(super) fn of_one_step(&self) -> Option<(&Part, &Step)> {
-        let part = self.get(0).filter(|_| self.get(1).is_none())?;
-        match &part.program.plan.steps[..] {
-            [step] => Some((part, step)),
-            _ => None,
-        }
+    /// The only part, if there is no other.
+    pub(super) fn only(&self) -> Option<&Part> {
+        self.get(0).filter(|_| self.get(1).is_none())
     }
 }
 

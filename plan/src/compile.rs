@@ -21,7 +21,7 @@
 //!
 //! The checker ([`super::check`]) proves that plans are right under these rules, over links that buffer nothing.
 
-use crate::{Algo, At, Kind, Loan, OUTPUT, Operand, Plan, Rank, Shape, Step};
+use crate::{Algo, At, INPUT, Kind, Loan, OUTPUT, Operand, Plan, Rank, Shape, Step};
 
 /// A plan and its dependencies.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -43,7 +43,18 @@ pub struct Program {
     /// One single step combines each result from the ranks' own inputs, so no partial sum is rounded to the elements' type on the
     /// way. A caller of [`compile`](Program::compile) sets this, where [`deterministic`](super::deterministic) says so.
     pub one_fold: bool,
+    /// An executor whose links copy what is sent may run the steps one after another, each as a whole. They are few, with few operands and receivers;
+    /// they store in `dst` or send from our own memory, keep to input and output, and lend nothing. That the ranks then come to their end is
+    /// shown by this crate's tests.
+    pub stepwise: bool,
 }
+
+/// The most steps, operands of a step, and receivers of a step, of a plan that is [stepwise](Program::stepwise).
+pub const STEPWISE_STEPS: usize = 16;
+/// See [`STEPWISE_STEPS`].
+pub const STEPWISE_OPERANDS: usize = 8;
+/// See [`STEPWISE_STEPS`].
+pub const STEPWISE_RECEIVERS: usize = 64;
 
 /// A plan of loans, as an executor runs it: this rank makes its loans to its peers, borrows what they lend, folds all of that in one
 /// step, and gives their loans back.
@@ -235,7 +246,9 @@ impl Program {
             let once = |at: At| at.slot == OUTPUT && of(&mut touched, at).named == 1;
             node.is_final = step.dst.is_some_and(once);
         }
-        Program { plan: plan.clone(), nodes, sends, recvs, lending: None, whole: false, one_fold: false }
+        let stepwise = is_stepwise(plan);
+        let plan = plan.clone();
+        Program { plan, nodes, sends, recvs, lending: None, whole: false, one_fold: false, stepwise }
     }
 }
 
@@ -248,6 +261,23 @@ pub fn goes_whole(kind: Kind, algo: Algo, shape: &Shape<'_>) -> bool {
         plan.is_ok_and(|plan| !Program::compile(&plan).nodes.iter().any(|node| node.hand))
     };
     (0..shape.n).all(|rank| handless(rank, false) && handless(rank, true))
+}
+
+/// Whether a plan is [stepwise](Program::stepwise).
+fn is_stepwise(plan: &Plan) -> bool {
+    let is_users = |at: &At| matches!(at.slot, INPUT | OUTPUT);
+    let is_plain = |step: &Step| {
+        step.operands.len() <= STEPWISE_OPERANDS
+            && step.send.len() <= STEPWISE_RECEIVERS
+            && matches!(step.holds(), Holds::Source | Holds::Dst)
+            && step.dst.iter().all(is_users)
+            && step.operands.iter().all(|operand| match operand {
+                Operand::Own(at) => is_users(at),
+                Operand::Recv(_) => true,
+                Operand::Lent(_) => false,
+            })
+    };
+    plan.steps.len() <= STEPWISE_STEPS && plan.steps.iter().all(is_plain)
 }
 
 /// Notes what step `i`, which lends, waits for: the same as a step that reads chunk `loan.read` and writes chunk `loan.write`. To

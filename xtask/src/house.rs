@@ -63,7 +63,7 @@ const UNSAFE: [(&str, &str); 47] = [
     ("engine/exec/host.rs", "scales and copies memory in flight, and to and from slots that are lent"),
     ("engine/exec/host/kernel.rs", "runs kernels on memory in flight, and on what peers lend"),
     ("engine/exec/run/plan_run/gather.rs", "receives into memory in flight"),
-    ("engine/exec/run/at_once.rs", "copies memory in flight to a staging slot"),
+    ("engine/exec/run/small_run.rs", "copies memory in flight to a staging slot"),
     ("engine/exec/run/loan_run.rs", "names slots that are lent"),
     ("engine/exec/run/tests.rs", "lends as the host does"),
     ("engine/exec/timed.rs", "takes the place of copies, and makes none"),

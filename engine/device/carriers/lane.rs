@@ -32,7 +32,7 @@ impl Lane for DeviceLane {
     }
 
     fn waiting_for(&mut self, ranks: &mut Vec<Rank>) {
-        self.parts.waiting_for(&mut self.port, ranks);
+        self.parts.waiting_for(None, &mut self.port, ranks);
     }
 
     fn clear(&mut self) {

@@ -5,22 +5,22 @@
 //! |---|---|
 //! | `plan_run.rs` | [`PlanRun`]: runs the steps of a plan slice by slice; it can stop after any slice and go on there later |
 //! | `loan_run.rs` | [`LoanRun`]: runs the same collective by loans of memory, where all ranks can lend |
-//! | `at_once.rs` | small parts of one step, which need no run |
+//! | `small_run.rs` | [`SmallRun`]: runs small operations, one whole step after another; where that is not possible, a `PlanRun` takes over |
 //!
 //! Neither of the two runs knows the other. A [`PartRun`] has one of each, and this file alone chooses between them. A part for which
 //! ranks are to lend goes by loans, until it is done or some rank turns out not to be able to lend. Then it takes the steps, from the
 //! first one on. If this rank has already lent memory to peers, they give it back and have written nothing to it.
 
-mod at_once;
 mod loan_run;
 mod plan_run;
+mod small_run;
 
 use std::cmp::Ordering;
 
-use self::at_once::AtOnce;
 use self::loan_run::LoanRun;
 use self::plan_run::PlanRun;
 pub(crate) use self::plan_run::{STRIPE, StagedBuf, cut};
+use self::small_run::{SmallPass, SmallRun};
 use super::backend::{Backend, Context, Lends, Prepared, StepState};
 use super::operation::{Operation, Part};
 use super::port::{FrameSource, Lent, Port};
@@ -85,6 +85,8 @@ pub(crate) struct Parts<B, L> {
     /// The runs that have a part, in the order of their parts.
     running: Vec<Box<PartRun<B, L>>>,
     idle: Vec<Box<PartRun<B, L>>>,
+    /// What runs the operation instead, if it is small.
+    small: Option<SmallRun>,
     /// Whether the last pass ended because it had touched as many bytes as a pass may.
     was_long: bool,
     /// Bytes of working memory that the parts of this operation that are over have needed.
@@ -94,7 +96,7 @@ pub(crate) struct Parts<B, L> {
 impl<B: Backend, L: Lends> Parts<B, L> {
     pub(crate) fn new(comm: u64, backend: B, lends: L) -> Parts<B, L> {
         let (running, idle) = (Vec::new(), Vec::new());
-        Parts { comm, backend, lends, running, idle, was_long: false, needed: 0 }
+        Parts { comm, backend, lends, running, idle, small: None, was_long: false, needed: 0 }
     }
 
     /// Starts what may start, and makes one pass over all parts in flight. `reach`: how far the operation's memory has come.
@@ -108,20 +110,9 @@ impl<B: Backend, L: Lends> Parts<B, L> {
     ) -> Result<(bool, bool), Error> {
         let Work { op, next, reach } = work;
         let reach = *reach;
-        if next.is_first()
-            && reach == ALL
-            && let Some((part, step)) = op.parts.of_one_step().filter(|_| B::TAKES_TIME)
-        {
-            let c = Context { comm: self.comm, op, part };
-            let done = PartRun::<B, L>::at_once(&mut self.backend, c, step, port)?;
-            if matches!(done, AtOnce::Posted) {
-                self.start(op, part, **next, reach);
-                self.running.iter_mut().for_each(|run| run.posted_at_once());
-            }
-            if !matches!(done, AtOnce::Nothing) {
-                **next = next.following();
-                return Ok((true, matches!(done, AtOnce::All)));
-            }
+        let may_be_small = B::TAKES_TIME && (self.small.is_some() || next.is_first() && reach == ALL);
+        if may_be_small && let Some(passed) = self.pass_small(op, next, port)? {
+            return Ok(passed);
         }
         while self.running.len() < WINDOW
             && let Some(part) = op.parts.get(next.index)
@@ -149,6 +140,49 @@ impl<B: Backend, L: Lends> Parts<B, L> {
         Ok((any, self.running.is_empty() && op.parts.get(next.index).is_none()))
     }
 
+    /// Begins an operation if it is small, or goes on with it. Returns what `pass` returns; `None`: the operation is for other runs.
+    #[inline]
+    fn pass_small(
+        &mut self,
+        op: &Operation,
+        next: &mut NextPart,
+        port: &mut Port,
+    ) -> Result<Option<(bool, bool)>, Error> {
+        let Some(part) = op.parts.only() else { return Ok(None) };
+        let c = Context { comm: self.comm, op, part };
+        let mut small = match self.small.take() {
+            Some(small) => small,
+            None => match SmallRun::new(c, &mut self.lends) {
+                Some(small) => small,
+                None => return Ok(None),
+            },
+        };
+        if next.is_first() {
+            *next = next.following();
+        }
+        let turn: Turn<'_, PartRun<B, L>> = Turn { c, part: 0, earlier: &[] };
+        match small.pass(&mut self.backend, turn, port)? {
+            SmallPass::Complete => Ok(Some((true, true))),
+            SmallPass::Going(moved) => {
+                self.small = Some(small);
+                Ok(Some((moved, false)))
+            }
+            SmallPass::TakeOver => {
+                self.take_over(op, part, &small);
+                Ok(None)
+            }
+        }
+    }
+
+    /// The rest of a small operation is for a run by steps.
+    #[cold]
+    fn take_over(&mut self, op: &Operation, part: &Part, small: &SmallRun) {
+        self.start(op, part, NextPart::default(), ALL);
+        if let Some(run) = self.running.last_mut() {
+            run.go_on_after(small);
+        }
+    }
+
     fn start(&mut self, op: &Operation, part: &Part, next: NextPart, reach: Reach) {
         let new = || Box::new(PartRun::new(self.backend.fresh(), self.lends.clone()));
         let mut run = self.idle.pop().unwrap_or_else(new);
@@ -170,6 +204,9 @@ impl<B: Backend, L: Lends> Parts<B, L> {
 
     /// How far the results are complete: all parts before the returned one, and so many rounds of that.
     pub(crate) fn stored(&self, next: NextPart) -> Reach {
+        if self.small.is_some() {
+            return (0, 0);
+        }
         self.running.first().map_or((next.index, 0), |first| (first.order, first.stored()))
     }
 
@@ -178,7 +215,7 @@ impl<B: Backend, L: Lends> Parts<B, L> {
         while let Some(run) = self.running.pop() {
             self.put_away(run);
         }
-        self.was_long = false;
+        (self.was_long, self.small) = (false, None);
         std::mem::take(&mut self.needed)
     }
 
@@ -194,13 +231,16 @@ impl<B: Backend, L: Lends> Parts<B, L> {
         self.was_long
     }
 
-    /// Adds the ranks whose frames, or whose room, the parts wait for.
-    pub(crate) fn waiting_for(&self, port: &mut Port, ranks: &mut Vec<Rank>) {
+    /// Adds the ranks whose frames, or whose room, the parts of this operation wait for.
+    pub(crate) fn waiting_for(&self, op: Option<&Operation>, port: &mut Port, ranks: &mut Vec<Rank>) {
+        if let (Some(small), Some(op)) = (&self.small, op) {
+            small.waiting_for(op, port, ranks);
+        }
         self.running.iter().for_each(|run| run.waiting_for(port, ranks));
     }
 
     pub(crate) fn is_running(&self) -> bool {
-        !self.running.is_empty()
+        self.small.is_some() || !self.running.is_empty()
     }
 
     /// Bytes of working memory that idle runs keep.
@@ -280,9 +320,11 @@ impl<B: Backend, L: Lends> PartRun<B, L> {
         self.work = Some(part);
     }
 
-    /// Called after `start`, if all of the part was done at once but this: what was posted has to come back.
-    pub(super) fn posted_at_once(&mut self) {
-        self.plan.posted();
+    /// Called after `start`: `small` has done the part's first steps.
+    fn go_on_after(&mut self, small: &SmallRun) {
+        if let Some(part) = &self.work {
+            self.plan.go_on_after(&part.program, small);
+        }
     }
 
     /// Forgets the part, which is done or has failed.

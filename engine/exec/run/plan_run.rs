@@ -20,6 +20,7 @@ mod stripes;
 use std::collections::VecDeque;
 
 pub(crate) use self::stripes::{STRIPE, StagedBuf, cut};
+use super::small_run::SmallRun;
 use super::{BUDGET, LinkUse, Passed, Turn, receiver_of};
 use crate::error::Error;
 use crate::exec::backend::{Backend, Context, Prepared, Slicing, StepState};
@@ -170,14 +171,29 @@ impl<B: Backend> PlanRun<B> {
         self.ready.reset(plan.steps.len());
     }
 
-    /// Called after `start`, for a part of one step of which all is done (`at_once.rs`), but what was posted has to come back.
-    pub(super) fn posted(&mut self) {
-        let [state] = &mut self.steps[..] else { return };
-        (state.got, state.pos) = (state.len, state.len);
-        self.sent.fill(state.len);
-        let over = Cursor { message: 0, round: self.rounds };
-        self.tx.fill(over);
-        self.rx.fill(over);
+    /// Called after `start`, for a part whose first steps this run has done, each as a whole.
+    pub(super) fn go_on_after(&mut self, program: &Program, small: &SmallRun) {
+        let done = small.next;
+        for (i, step) in program.plan.steps.iter().enumerate().take(done) {
+            let state = &mut self.steps[i];
+            (state.got, state.pos) = (state.len, state.len);
+            let (first, len, (rounds, round)) = (state.first, state.len, (self.rounds, self.round));
+            for operand in &step.operands {
+                if let Operand::Recv(from) = operand {
+                    Self::advance(&self.steps, &program.recvs[*from], &mut self.rx[*from], rounds, round);
+                }
+            }
+            for (k, &peer) in step.send.iter().enumerate() {
+                self.sent[first + k] = len;
+                let is_held = i + 1 == done && small.held >> k & 1 == 1;
+                self.freed[first + k] = if is_held { 0 } else { len };
+                Self::advance(&self.steps, &program.sends[peer], &mut self.tx[peer], rounds, round);
+            }
+            if self.is_done(program, i) {
+                self.done[i] = true;
+                self.left -= 1;
+            }
+        }
     }
 
     /// Forgets the part, which is done or has failed.
