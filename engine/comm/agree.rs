@@ -64,8 +64,8 @@ on_both! {
     /// it equally often: its calls are numbered, separately from the collectives. A call votes at once,
     /// whether or not the returned future is polled, and a vote cannot be withdrawn.
     ///
-    /// **Every rank that gets a verdict gets the same one**, even a rank that dies after it. Any number of ranks
-    /// may die at any moment of the agreement, and the others still get the verdict. A rank that was stopped for
+    /// **Every rank that gets a verdict gets the same one**, even a rank that dies right afterwards. Any number of
+    /// ranks may die at any moment of the agreement, and the others still get the verdict. A rank that was stopped for
     /// so long that the others declared it lost, and then wakes up, gets an error that says so. One case is not
     /// covered: if a group falls apart into two sides, and each has declared the other lost, each side gets its
     /// own verdict.

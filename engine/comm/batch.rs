@@ -28,7 +28,8 @@ pub enum Message<B> {
         buf: B,
         /// The rank that receives.
         to: Rank,
-        /// A send and a receive match if peer and tag do, in the order in which they were called.
+        /// A send matches a receive if each names the other's rank, and both have the same tag. Of several that match, the first send goes to
+        /// the first receive called, and so on.
         tag: u32,
     },
     /// Receive into `buf` from a rank.
@@ -37,7 +38,8 @@ pub enum Message<B> {
         buf: B,
         /// The rank that sends.
         from: Rank,
-        /// A send and a receive match if peer and tag do, in the order in which they were called.
+        /// A send matches a receive if each names the other's rank, and both have the same tag. Of several that match, the first send goes to
+        /// the first receive called, and so on.
         tag: u32,
     },
 }
@@ -75,7 +77,7 @@ impl<B> Batch<B> {
     /// Blocks until all messages are finished.
     ///
     /// # Errors
-    /// The error of the first message, in the order given, that failed; with each buffer that comes back (`None`: that one does not).
+    /// The error of the first message, in the order given, that failed; with a buffer or `None` for each message. `None`: it does not come back.
     pub fn wait(self) -> Result<Vec<B>, Failed<Vec<Option<B>>>> {
         let mut error = None;
         let buf = |part: Part<B>| match part.outcome() {

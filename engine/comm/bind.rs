@@ -51,8 +51,8 @@ made_together! {
     /// device). Collective: all ranks call it, each with its device.
     ///
     /// If the devices cannot reach each other, all ranks are told why, and stay as they were: device buffers go through
-    /// the host's memory. In messages, in collectives with a reduction function of yours, and in collectives of more than
-    /// 64 ranks, they always do so.
+    /// the host's memory. Device buffers of messages, of collectives with a reduction function of yours, and of collectives
+    /// of more than 64 ranks always go through the host's memory.
     ///
     /// The other ranks read memory of other libraries ([`DeviceBuf::from_foreign`], DLPack) in place, if it can be shared with their devices.
     /// Between processes this needs memory from `cudaMalloc` (the default of torch and cupy), in allocations of 2 MiB or more. Else the
@@ -61,9 +61,9 @@ made_together! {
     /// With `ALLSTREAM_NCCL=require` this is [`bind_nccl`](Self::bind_nccl).
     ///
     /// From then on every device buffer of a collective must be on this rank's device, and in one call all ranks must pass
-    /// device buffers, or all host buffers (else it is an [`Error::Mismatch`]). To call a collective waits for nothing: its
-    /// kernels are put on the stream when all ranks have called. A communicator stays bound to its end; communicators that
-    /// are made from it begin unbound.
+    /// device buffers, or all host buffers (else it is an [`Error::Mismatch`]). The call of a collective does not
+    /// block: its kernels are put on the stream when all ranks have called. A communicator stays bound until it ends;
+    /// communicators that are made from it begin unbound.
     ///
     /// [`DeviceBuf::from_foreign`]: crate::cuda::DeviceBuf::from_foreign
     ///
@@ -79,17 +79,17 @@ made_together! {
 
     /// Like [`bind_device`](Self::bind_device), but this rank's part of operations runs on the caller's stream.
     ///
-    /// A buffer whose own stream is this one needs no events to be ordered with it. But a stream cannot wait for work that will be put
-    /// on itself later: [`Work::join`](super::Work::join) of a buffer of this stream, or with this stream, blocks until all
-    /// ranks have called. To overlap computing and communicating, use two streams.
+    /// A buffer whose own stream is this one needs no events to be ordered with the collectives. But a stream cannot wait for work that
+    /// is put on this same stream later. So [`Work::join`](super::Work::join) blocks until all ranks have called, if it joins this
+    /// stream or if this is the stream of one of the operation's buffers. To overlap computing and communicating, use two streams.
     ///
     /// # Errors
     /// Those of [`bind_device`](Self::bind_device).
     async fn bind_stream [] (stream: &DeviceStream) -> Result<DevicePath, Error>
         = |comm| comm.bind(Ok(stream.clone()), None);
 
-    /// Like [`bind_device`](Self::bind_device), but NVIDIA's library (NCCL, 2.14 or newer) runs the collectives on device buffers that it
-    /// can: sums and products; minima and maxima of integers; averages of floats; broadcasts, gathers, scatters and exchanges,
+    /// Like [`bind_device`](Self::bind_device), but NVIDIA's library (NCCL, 2.14 or newer) runs those collectives on device buffers that it
+    /// supports: sums and products; minima and maxima of integers; averages of floats; broadcasts, gathers, scatters and exchanges,
     /// also with a count for each rank, as long as a call names no algorithm and need not be deterministic. The call alone decides whether
     /// NCCL runs it. All others (scans, say) run as they would without NCCL: through the host's memory where the devices cannot reach each
     /// other, as on several hosts.
@@ -97,7 +97,7 @@ made_together! {
     /// Messages of more than 4 KB go by NCCL, too, with their tags, in whatever order they are called. Both ends of such a message must be
     /// on a device, or neither: else it is an [`Error::Mismatch`].
     ///
-    /// Each rank has its own device. Ranks may share one if `NCCL_MULTI_RANK_GPU_ENABLE=1` is set for all ranks and NCCL is 2.30 or newer
+    /// Each rank needs its own device. Ranks may share one if `NCCL_MULTI_RANK_GPU_ENABLE=1` is set for all ranks and NCCL is 2.30 or newer
     /// (if they are threads of one process, set `CUDA_DEVICE_MAX_CONNECTIONS=32`, too). The ranks compare a call over the host's links
     /// before NCCL gets it: if they disagree, the call is an error, and a rank that does not call is named at the deadline, as without NCCL.
     /// Rounding is NCCL's.
@@ -135,7 +135,8 @@ pub(super) fn binding_of(endpoint: &Endpoint) -> Option<&Arc<Binding>> {
 impl SharedComm {
     async fn bind_by_nccl(&self, device: &Device) -> Result<DevicePath, Error> {
         let library = NcclLibrary::find();
-        // NCCL keeps the driver's handle of the stream, so the engine must not replace it by another, as it may with `of_a_rank`.
+        // NCCL keeps the driver's handle of the stream. So the engine must not replace that handle by another, as it may in a stream that
+        // `of_a_rank` has made.
         let stream = library.as_ref().map_err(Clone::clone).and_then(|_| DeviceStream::of_the_engine(device));
         self.bind(stream, library.as_ref().ok().map(|library| library as &dyn Library)).await
     }
@@ -179,8 +180,8 @@ impl SharedComm {
         Ok(DevicePath::Nccl { library: library.name(), staged })
     }
 
-    /// Finds out how the devices of all ranks reach each other. `library`: the library that is to run operations. Each rank must then have a
-    /// device of its own, unless the library lets ranks share one.
+    /// Finds out how the devices of all ranks reach each other. `library`: the library that is to run operations, if any. If there is one, each
+    /// rank must have a device of its own, unless the library lets ranks share one.
     async fn reach_devices(
         &self,
         stream: Result<DeviceStream, Error>,
@@ -240,7 +241,8 @@ impl SharedComm {
         Ok((device, Ok((all, far))))
     }
 
-    /// Whether all ranks have succeeded so far. If one has an error, or a reason why it cannot go on, all ranks return the same kind. Collective.
+    /// Returns this rank's value if all ranks have succeeded so far. If a rank has an error, all ranks return an error. If none has, but one has a
+    /// reason why it cannot go on, all ranks return a reason. Collective.
     pub(super) async fn all_of<T>(
         &self,
         call: &str,

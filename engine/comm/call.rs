@@ -43,7 +43,7 @@ pub struct Call<'a> {
     pub(super) desk: Option<&'a Desk>,
 }
 
-/// The endpoint of a call. On a `Comm` the lifetime is that of an exclusive borrow of the handle, so no other call can come between.
+/// The endpoint of a call. On a `Comm` the lifetime is that of an exclusive borrow of the handle: as long as this lives, no other call is made.
 #[derive(Clone)]
 pub(super) struct Side<'a>(pub(super) &'a Arc<Endpoint>);
 
@@ -191,8 +191,9 @@ impl<'a> Call<'a> {
     /// or a hash of a name.
     ///
     /// Keys below 2^32 are compared as they are. Of a larger key a 32-bit digest is compared: two such keys are taken for equal once in four
-    /// billion. Where ranks compare more than that (counts, bytes, a list's buffers, a function's name), the key is mixed with a digest of
-    /// these, with the same chance. The key makes no frame longer: it is part of the 24 bytes by which each frame says what was called.
+    /// billion. Where ranks also compare counts, bytes, a list's buffers or a function's name, they compare one 32-bit digest of these and of the
+    /// key: calls that differ are then taken for equal once in four billion, too. The key makes no frame longer: it is part of the 24 bytes by
+    /// which each frame says what was called.
     ///
     /// ```
     /// # use allstream::Comm;
@@ -274,8 +275,9 @@ impl<'a> Call<'a> {
     /// The algorithm for a collective over `bytes` bytes of elements of this type.
     fn pick(&self, spec: &Spec, dtype: DType, bytes: usize) -> Result<Algo, String> {
         let (kind, endpoint) = (spec.kind, self.side.0);
-        // A few large 8-bit floats add up to more than the type can hold, and halving them first would lose too much of the small ones: so an
-        // average of them needs an algorithm that adds all ranks' elements in one step.
+        // A few large 8-bit floats add up to more than the type can hold. Halving all elements before they are added, as averages of `f16` do
+        // (`Part::halved`), would lose too much of the small ones. So an average of 8-bit floats needs an algorithm that adds all ranks' elements in
+        // one step.
         let eights =
             kind.reduces() && matches!(self.reduction, Reduction::Op(ReduceOp::Avg)) && dtype.is_float8();
         let deterministic = (self.deterministic && kind.reduces()) || eights;

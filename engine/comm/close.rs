@@ -19,7 +19,8 @@ on_both! {
     /// ([`Comm::share`](super::Comm::share)) are closed, too.
     ///
     /// A communicator that has died is closed as any other. A cause that a call has returned already is not returned again, nor is a lost rank that a
-    /// call on another communicator has named. In either case the other ranks are told of the lost rank.
+    /// call on another communicator has named. In any case this rank's goodbye tells the other ranks of the first
+    /// lost rank.
     ///
     /// # Errors
     /// The cause for which the communicator is dead, if no call has returned it; [`Error::Mismatch`] or [`Error::Invalid`] for an operation that

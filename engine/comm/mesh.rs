@@ -48,7 +48,7 @@ impl SharedComm {
         for (name, size) in axes {
             let below = stride / size;
             let at = rank / below % size;
-            // The ranks that differ from this one in this coordinate alone give the same color: the number of the one whose coordinate here is 0.
+            // Ranks that differ along this axis alone give the same color: the rank of the one among them whose coordinate along the axis is 0.
             let color = rank - at * below;
             let comm = self.made_by_color(color as u64, at as i64).await?;
             made.push((name, at, comm));

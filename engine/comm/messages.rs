@@ -204,7 +204,7 @@ impl Call<'_> {
     }
 
     /// Submits several messages, in order. A send to this rank itself, or a receive from it, is refused if its other half is missing; the others are
-    /// carried out. If there are pairs of such halves, and the queue has no room for all messages, all are refused.
+    /// carried out. If a message of this rank to itself has both halves, and the queue has no room for all messages, all are refused.
     fn several(&self, messages: Vec<(Envelope, Content)>) -> Vec<Submitted> {
         let pairs = self.pairs(&messages);
         let full = if pairs.is_empty() { None } else { no_room(self.side.0, "batch", messages.len()) };

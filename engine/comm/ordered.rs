@@ -72,7 +72,8 @@ impl Sealed for DeviceStream {
 }
 
 impl<O, F> Work<O, F> {
-    /// Makes `stream` wait for the operation; the caller does not wait. Work on that stream can use the result, or it can be awaited.
+    /// Makes `stream` wait for the operation; the caller does not wait. Work on that stream can use the result, or the host can
+    /// await it.
     ///
     /// For a [`DeviceStream`](crate::cuda::DeviceStream) this is so with collectives that a device runs
     /// ([`Comm::bind_device`](super::Comm::bind_device)); for any other operation the caller waits in this call.
@@ -80,8 +81,8 @@ impl<O, F> Work<O, F> {
     /// Several ranks of one process that share a device share its hardware queues, and a stream that waits holds up all streams in its
     /// queue. So let all of these ranks call an operation before any of them joins it. If another rank has yet to call, and its stream
     /// shares the queue, this call blocks until that rank has called. All ranks get an [`Error::Invalid`] that names this rule if the other
-    /// rank's call would have to come from the very thread that blocks here, or if only that call shows that its stream is held up by a
-    /// stream that waits already. Ranks that have a device, or a process, of their own need not care, nor does anybody with
+    /// rank's call would have to come from the very thread that blocks here, or if it turns out only in that call that the stream of one of its
+    /// buffers is held up by a stream that waits already. Ranks that have a device, or a process, of their own need not care, nor does anybody with
     /// `CUDA_DEVICE_MAX_CONNECTIONS=32` and fewer streams.
     ///
     /// # Errors
@@ -120,7 +121,7 @@ struct OnDevice {
     device: Arc<DeviceOp>,
     /// The stream in whose order the value can be used: the one that was joined, or the one of the last job that was launched on the value.
     stream: DeviceStream,
-    /// Complete when `stream` has come to the point at which it was when the event was first asked for.
+    /// Complete when `stream` has done all that it held when the event was first asked for.
     ready: OnceLock<Event>,
 }
 
@@ -134,8 +135,8 @@ enum Content<O, F> {
     Value(O),
 }
 
-/// Puts a failed operation's buffers into quarantine, which `Run::tear_down` could not do, as an [`Ordered`] had them: until the leases are over,
-/// or for ever if there are no leases.
+/// Puts a failed operation's buffers into quarantine. `Run::tear_down` could not do so, as an [`Ordered`] had them. They stay there until the leases
+/// that [`DeviceOp::lose`] has noted are over: until then somebody may touch them. If it has noted none, they stay for ever.
 fn keep_apart(held: ErasedBufs, device: &DeviceOp) {
     match device.lost() {
         Some(Some(leases)) => keep_and_look(quarantine::What::OnDevice(held, None), leases),
@@ -229,7 +230,7 @@ impl OnDevice {
         if self.stream == *stream {
             return true;
         }
-        // Asked first, as `spares_inputs` and `make_way` may put a wait of their own on the stream, which a capture would record.
+        // Captures are refused first, as `spares_inputs` and `make_way` may put a wait of their own on the stream, which a capture would record.
         let free =
             [stream, &self.stream].into_iter().try_for_each(|stream| refused_in_capture(stream, "launch"));
         let waits = free.and_then(|()| self.put_wait_on(stream));
@@ -447,7 +448,8 @@ impl<O: Send + 'static, F: Send + 'static> Ordered<O, F> {
     }
 
     /// Runs `job` on the value, on the stream, after what the stream holds. If the operation has failed by then, its error is passed on
-    /// and the job does not run. Nor does it run on a [`HostStream`] that has failed: the result is then the cause of that, and the value is dropped.
+    /// and the job does not run. Nor does it run on a [`HostStream`] that has failed: the result is then the cause of the stream's failure, and
+    /// the value is dropped.
     ///
     /// On a [`DeviceStream`] the job runs at once, on this thread, and puts its work on the stream: work on the stream may
     /// use the value's memory, the host may not yet. An operation that no device runs (on host memory, or staged) is waited
@@ -474,9 +476,10 @@ impl<O: Send + 'static, F: Send + 'static> Ordered<O, F> {
         }
     }
 
-    /// The value at once, for work that is put next on the device stream that waits for it, or on a buffer's own stream, such as
-    /// the next collective. If the operation fails later, the communicator's next call or check returns the error, and a
-    /// buffer's contents mean nothing: copies and collectives refuse the buffer with that error.
+    /// Gives the value at once. Only work that is put on a stream later (the next collective, say) may use it: on the device
+    /// stream that waits for it, or on a buffer's own stream. If the operation fails later, the communicator's next call or
+    /// check returns the error, and a buffer's contents mean nothing: copies and collectives refuse the buffer with that
+    /// error.
     ///
     /// If no device runs the operation, this call waits for it.
     ///

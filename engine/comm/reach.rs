@@ -223,7 +223,8 @@ impl Group<'_> {
         let (links, mut all, mut rings) = (&self.config.opener, Vec::new(), Vec::new());
         let named = &self.config.named();
         let why = |rank| move |error: Error| format!("{}: {error}", named.rank(rank));
-        // All that was offered is read first: if one offer cannot be opened, all ranks see that their offers are not used.
+        // All cards are read before the first offer is opened. If one offer cannot be opened, all `Offered` are dropped: so each rank in another
+        // process sees that its offer is not used.
         for (rank, offer) in offers.iter().enumerate() {
             let mut offered = None;
             if rank != self.config.rank {

@@ -166,7 +166,7 @@ impl Call<'_> {
     /// on a device at all.
     pub(super) fn message_path(&self, peer: Rank, buf: &RawBuf) -> Option<Result<Arc<MessagePath>, Error>> {
         let (endpoint, bound) = (self.side.0, bound_to(self.side.0)?);
-        // Messages of up to `EAGER` bytes are sent before their receive is posted, but a library's would wait for the receive.
+        // Messages of up to `EAGER` bytes are sent before their receive is posted. If a library moved them, they would wait for the receive.
         let place = buf.device_memory().filter(|_| buf.bytes() > EAGER && peer != self.rank())?;
         let moves = bound.binding.is_some() && bound.whole.as_ref()?.whole.moves_messages();
         moves.then(|| bound.message_path(endpoint, &place.stream()))
@@ -210,7 +210,7 @@ impl Call<'_> {
     }
 }
 
-/// An error unless a buffer, in the order of `stream`, is on the device that this rank is bound to (`ours`).
+/// An error unless a buffer, whose own stream is `stream`, is on the device that this rank is bound to (`ours`).
 fn check_device(call: &str, stream: &DeviceStream, ours: &Device) -> Result<(), Error> {
     let device = stream.device();
     if device == *ours {

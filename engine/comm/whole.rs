@@ -43,7 +43,7 @@ impl SharedComm {
         if let Some(idle) = idle.filter(|_| numbers.iter().all(|other| *other == number)) {
             return Ok(idle);
         }
-        // The id of rank 0, which broadcasts it. The last byte says whether rank 0 has one.
+        // The id by which the library's ends find each other. Rank 0 makes and broadcasts it. The last byte says whether rank 0 could make one.
         let mut told = vec![0; ID + 1];
         let mut failed = None;
         if rank == 0 {

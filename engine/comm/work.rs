@@ -15,7 +15,7 @@ use crate::mem::ErasedBufs;
 
 /// A poll drives the operation for at most this long.
 const POLL_BUDGET: Duration = Duration::from_micros(20);
-/// The first so many polls ask to be polled again at once, which lets other tasks run in between; then the progress thread takes over. So
+/// The first `EAGER_POLLS` polls ask to be polled again at once, which lets other tasks run in between; then the progress thread takes over. So
 /// small operations complete on the awaiting thread, without a switch of threads.
 const EAGER_POLLS: u32 = 10;
 
@@ -56,7 +56,7 @@ impl Submitted {
         Submitted(State::Refused(Box::new((error, held, None))))
     }
 
-    /// The same, where it is the communicator that refuses, perhaps because it has died.
+    /// Like [`refused`](Self::refused), for an operation that the communicator refuses, perhaps because the communicator has died.
     #[cold]
     pub(super) fn refused_by(endpoint: &Arc<Endpoint>, error: Error, held: ErasedBufs) -> Submitted {
         let dead = endpoint.health.cause().map(|_| endpoint.clone());

@@ -91,7 +91,7 @@ impl<'a> NodeCall<'a> {
         Ok(call.after(event.clone()))
     }
 
-    /// Returns the root's rank (0 in a call without a root), or an error for which no part may be submitted.
+    /// Returns the root's rank (0 in a call without a root), or the error because of which no part may be submitted.
     fn check(&self, name: &str, bufs: usize, (lists, root): Given<'_>) -> Result<Rank, Error> {
         let k = self.node.devices();
         let one_each = |found: usize, what: fmt::Arguments<'_>| {

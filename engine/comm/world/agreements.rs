@@ -22,9 +22,9 @@ use crate::group::message::{CommId, Message, Outcome, Step};
 use crate::mem::Promise;
 use crate::types::{Map, Rank};
 
-/// The last so many messages of each rank are kept for communicators on which this rank has not called `agree` yet.
+/// This many messages of each rank, the last ones, are kept for communicators on which this rank has not called `agree` yet.
 const EARLY: usize = 256;
-/// The agreements of so many communicators are remembered. Beyond that, those of communicators that nobody holds any more are forgotten.
+/// The agreements of this many communicators are remembered. If there are more, those of communicators that nobody holds any more are forgotten.
 const TABLES: usize = 1024;
 /// After its deadline a rank listens for this long before it gives up: if its process was stopped, messages may be waiting.
 const LISTEN: Duration = Duration::from_millis(20);
@@ -69,7 +69,7 @@ struct Table {
     named: Members,
     waiters: Map<u64, Waiter>,
     endpoint: Weak<Endpoint>,
-    /// How many tables had been made when it was made, itself included: a larger number is younger.
+    /// How many tables had been made when this one was made, itself included: a younger table has a larger number.
     made: u64,
 }
 
@@ -81,9 +81,10 @@ type Early = (CommId, Vec<(Rank, Lost)>, Step);
 pub(crate) struct Agreements {
     /// Ranks of the world that are gone, in the order heard.
     lost: Vec<(Rank, Lost)>,
-    /// The tables of the communicators that have called `agree` here. They outlive the communicators' handles, since slower members may still ask.
+    /// The tables of the communicators on which this rank has called `agree`. They outlive the communicators' handles, since slower members may
+    /// still ask.
     tables: Map<CommId, Table>,
-    /// By sender: what it said in the agreements of communicators that have not called `agree` here yet.
+    /// By sender: what it said in the agreements of communicators on which this rank has not called `agree` yet.
     early: Map<Rank, VecDeque<Early>>,
     made: u64,
 }
@@ -227,7 +228,7 @@ impl World {
                 Poll::Ready(_) => Poll::Ready(()),
                 Poll::Pending => expires.as_mut().poll(cx),
             };
-            // If there is no timer, the call fails; but its vote was cast, and the other ranks are told of that.
+            // If there is no timer, the call fails. But its vote was cast, so `carry_out` still sends it to the other ranks.
             timed = self.runtime.spawn(Box::pin(poll_fn(either))).map(drop);
             if timed.is_ok() {
                 table.waiters.insert(number, Waiter { answer: promise.clone(), _timer });

@@ -16,8 +16,8 @@ const EARLY: usize = 256;
 #[derive(Default)]
 pub(super) struct Comms {
     made: Mutex<Map<CommId, Weak<Endpoint>>>,
-    /// The last [`EARLY`] messages about communicators that are not made here yet (or have ended), each with its sender and the
-    /// number of losses that were known when it came.
+    /// The last [`EARLY`] messages about communicators that are not made here yet (or ended so long ago that the pool has forgotten their ids),
+    /// each with its sender and the number of losses that were known when it came.
     early: Mutex<VecDeque<(Rank, Message, usize)>>,
 }
 

@@ -1,6 +1,6 @@
 //! How the survivors of a communicator meet to make the next one ([`Comm::shrink`](crate::Comm::shrink)).
 //!
-//! They exchange the same as the members of a `split`, but over the control connections, because the data links of the old
+//! They exchange the same rows as the members of a `split`, but over the control connections, because the data links of the old
 //! communicator are dead. Each member that shrinks sends every other member one *answer*: that it comes and what it brings, or that it
 //! does not come. So nobody waits for a live member that has given up, only for one that has not answered yet, and at most until the
 //! deadline.

@@ -34,7 +34,7 @@ use crate::types::{Map, Rank};
 
 /// Idle communicators that a world keeps, unless it is told otherwise.
 pub(crate) const CAPACITY: usize = 64;
-/// The ids of so many ended communicators are kept, so that messages about them are known to be late.
+/// The ids of this many ended communicators are kept, so that messages about them are known to be late.
 const ENDED: NonZeroUsize = NonZeroUsize::MIN.saturating_add(1023);
 /// How long a rank whose region is full waits for other members to retire the communicators that have ended here.
 const MEMORY: Duration = Duration::from_secs(2);
@@ -47,13 +47,14 @@ pub struct PoolStats {
     pub hits: u64,
     /// Communicators that were made anew.
     pub misses: u64,
-    /// Idle communicators that were ended, as the pool or the region was full, another member ended it or left, or the members disagreed on it.
+    /// Idle communicators that were ended, because the pool or the region was full, another member ended them or left, or the members disagreed
+    /// on which one to take up.
     pub evictions: u64,
     /// Idle communicators now.
     pub idle: usize,
     /// Communicators now that somebody holds, or whose operations still run; without the world's own.
     pub live: usize,
-    /// Bytes of ring memory in use: live, idle, or not confirmed yet by all members.
+    /// Bytes of ring memory in use: of communicators that are live (also the world's own) or idle, or whose end not all members have confirmed.
     pub ring_bytes: usize,
     /// The most bytes of this rank's region that rings have ever extended over.
     pub ring_peak: usize,

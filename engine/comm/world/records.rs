@@ -14,7 +14,7 @@ use crate::link::kinds::farthest;
 use crate::trace::writer::{Recorded, WRITER};
 use crate::trace::{ClockDifference, CommRecord, RankPlace, Recorder, Recording};
 
-/// The last so many dead communicators are written about, even if nobody holds them any more.
+/// This many dead communicators, the last ones, are written about, even if nobody holds them any more.
 const DEAD: usize = 256;
 
 /// Where a rank's flight recorders are written, and what is written with those of its living communicators.

@@ -7,8 +7,8 @@ use crate::error::{Lost, Missing, MissingState};
 use crate::group::message::{Outcome, Step};
 use crate::types::Rank;
 
-/// A member may call this many agreements from its oldest undecided one on. No verdict is made before all living members have called, so
-/// a member that still lacks one lacks one of the last `WINDOW` verdicts: this many are remembered.
+/// A member may call this many agreements, counted from its oldest undecided one. No verdict is made before all living members have called. So
+/// a verdict that a member still lacks is one of the last `WINDOW`: this many verdicts are remembered.
 pub(super) const WINDOW: u64 = 64;
 
 /// What a member is to do.
@@ -153,8 +153,8 @@ impl Board {
             }
             self.lost.insert(rank, how);
             new.push(rank);
-            // A member that leaves says goodbye to all members, so they need not be told. Any other loss only this member may know of, from the
-            // end of its own connection.
+            // A member that leaves says goodbye to all members, so they need not be told. Of any other loss this member may be the only one to
+            // know, from the end of its own connection.
             told |= how != Lost::Left;
         }
         if new.is_empty() {
