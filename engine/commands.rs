@@ -1,4 +1,4 @@
-//! [`Commands`]: what a pass leaves to be done by a thread that holds none of the engine's locks.
+//! [`Commands`]: what a pass (one turn at moving an endpoint's operations on) leaves to be done by a thread that holds none of the engine's locks.
 //!
 //! A driver may block whoever calls it: a CUDA stream has room for about a thousand pieces of work, and a thread that puts one more there waits
 //! while it holds the lock of the whole context. Deadlines, aborts and the other operations of a rank must not wait for that thread. So a pass,
@@ -62,8 +62,9 @@ struct Command {
     drops: bool,
 }
 
-/// The endpoint holds one of these, and so do the runs that were taken out of it. When it is dropped, the commands are [cut](Commands::cut), and a
-/// thread empties the list: a command may own what owns the list, and if it stayed there, neither would ever be freed.
+/// The endpoint holds one of these, and so do the runs that were taken out of it. When either of the two is dropped, the commands are
+/// [cut](Commands::cut), and a thread empties the list: a command may own what owns the list, and if it stayed in the list, neither would ever be
+/// freed.
 pub(crate) struct LastOf(pub(crate) Arc<Commands>);
 
 impl Drop for LastOf {
@@ -76,7 +77,7 @@ impl Drop for LastOf {
 /// The commands of an endpoint.
 pub(crate) struct Commands {
     list: Mutex<VecDeque<Command>>,
-    /// What a thread that may block is to drop, as the drop may call a driver or run a user's code.
+    /// Values to be dropped by a thread that may block, as the drop may call a driver or run a user's code.
     disposed: Mutex<Vec<Box<dyn Send>>>,
     /// `list` may hold a command. Changed under that lock.
     any: AtomicBool,
@@ -259,9 +260,9 @@ impl Commands {
         }
     }
 
-    /// Carries out `first`. If that is not a command that is done always, also carries out those behind it, up to the next one that is, all within
-    /// one call of `within`. A command that is done always is carried out alone and outside of `within`: it may drop a user's value, whose code
-    /// must not run in there.
+    /// Carries out `first`. If that is not a command that is done always, also carries out the commands behind it until the next is one that is done
+    /// always (which it leaves), all within one call of `within`. A command that is done always is carried out alone and outside of `within`: it may
+    /// drop a user's value, whose code must not run in there.
     fn carry_out_row(&self, first: Command) {
         let within = self.within.get().filter(|_| !first.always);
         let mut next = Some(first);
@@ -278,7 +279,7 @@ impl Commands {
         }
     }
 
-    /// The next command; with `of_a_row`, only if it is not one that is done always.
+    /// Takes the next command from the list; with `of_a_row`, leaves a command that is done always, and returns `None`.
     fn next(&self, of_a_row: bool) -> Option<Command> {
         let mut list = self.list.lock();
         let next = match list.front() {

@@ -36,7 +36,8 @@ pub enum Error {
         /// What was expected and found, and what to do.
         problem: String,
     },
-    /// A collective was the oldest of its communicator, or a message was in progress, for longer than its deadline. The group is aborted.
+    /// A collective was the oldest unfinished one of its communicator, or a message was in progress, for longer than the deadline of that call. The
+    /// group is aborted.
     #[error("{} on {} timed out after {after:?}: {}{}", timed_out(.operation, .missing, .members), .members.rank(*.rank), Missing::list(.missing, .members, *.rank), .members.see_record())]
     Timeout {
         /// The operation.
@@ -227,7 +228,7 @@ pub enum Error {
         #[serde(skip)]
         members: Members,
     },
-    /// A library that takes collectives whole has failed, or does not work here.
+    /// A library that carries out whole collectives (NCCL) has failed, or does not work here.
     #[error("{library} on {}: {problem}{}", .members.rank(*.rank), .members.see_record())]
     Library {
         /// The library and its version.
@@ -325,7 +326,7 @@ pub enum MissingState {
         /// The message. [`Signature::root`] is the tag.
         message: Signature,
     },
-    /// All ranks have called. But a device launches the operations that libraries take whole in the order in which its rank
+    /// All ranks have called. But operations that a library (NCCL) carries out are launched on a device in the order in which its rank
     /// submitted them, and another rank may have submitted them in another order.
     LaunchOrder {
         /// The operation that was submitted before or after this one.
@@ -479,7 +480,7 @@ impl Error {
         Error::Timeout { operation, rank, after, missing, members: Members::default() }
     }
 
-    /// A library that takes collectives whole has failed on a rank.
+    /// A library that carries out whole collectives has failed on a rank.
     pub(crate) fn library(library: impl Into<String>, rank: Rank, problem: impl Into<String>) -> Error {
         Error::Library { library: library.into(), rank, problem: problem.into(), members: Members::default() }
     }
@@ -520,7 +521,7 @@ impl Error {
         members_of!(self).map_or(rank, |members| members.world_rank(rank))
     }
 
-    /// In a device's error, replaces the words for what was being done by the caller's.
+    /// In a device's error, puts `what` in place of the words that say what was being done.
     pub(crate) fn doing(mut self, what: &str) -> Error {
         if let Error::Cuda { doing, .. } = &mut self {
             what.clone_into(doing);
@@ -528,7 +529,7 @@ impl Error {
         self
     }
 
-    /// For the error that a rank has left: adds which rank waited, and in which call, for a message to or from the lost rank, and
+    /// For an error which says that a rank was lost: adds which rank waited, and in which call, for a message to or from the lost rank, and
     /// which messages have come from the lost rank instead.
     pub(crate) fn for_message(mut self, (rank, call): (Rank, &str), pending: Vec<Signature>) -> Error {
         if let Error::PeerLost { waiting, .. } = &mut self {

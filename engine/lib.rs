@@ -10,8 +10,8 @@
 //! Ranks are threads of one process, processes of one host (shared memory), or processes of several hosts (RDMA or TCP), in any mix.
 //!
 //! - [`Comm`]: a rank's handle on a group, and the collectives; [`Comm::local`] makes a group in this process,
-//!   [`Comm::connect`] joins one that a launcher (`allstream run`, torchrun, mpirun, srun) has started. [`SharedComm`] is
-//!   the same through `&self`.
+//!   [`Comm::connect`] joins one that a launcher (`allstream run`, torchrun, mpirun, srun) has started. [`SharedComm`] has
+//!   the same calls through `&self`.
 //! - [`Call`]: a call with options: reduction, [`Function`], scale, algorithm, deadline, deterministic mode, a key that tells
 //!   otherwise equal calls apart.
 //! - [`Work`]: a submitted operation. It is a future for any runtime; `.wait()` blocks; if it is dropped, the operation still runs to its end.

@@ -1,7 +1,7 @@
 //! The flight recorder: the last operations of each communicator, written as JSON when something fails.
 //!
-//! All ranks concerned are told of a failure before its file is written: the news of it waits for no file. A separate thread
-//! writes the files ([`writer`]).
+//! All ranks concerned are told of a failure at once, before any file about it is written. A separate thread writes the
+//! files ([`writer`]).
 //!
 //! `allstream trace` lays the files of all ranks side by side. Files go to `ALLSTREAM_TRACE_DIR`, or to `allstream-UID`
 //! (the user's number) in the system's directory for temporary files, where the files of old worlds are removed;

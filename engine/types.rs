@@ -13,8 +13,8 @@ pub use allstream_kernels::{DType, Element, Function, ReduceOp, bf16, f8e4m3, f8
 use crate::plan::At;
 pub use crate::plan::{Algo, Kind, LinkClass, MOST_RANKS, Rank};
 
-/// A hash map without a random seed: processes that make the same changes to it iterate over it in the same order. So a test story
-/// that runs again from its seed takes the same course.
+/// A hash map without a random seed: processes that make the same changes to it iterate over it in the same order. So a
+/// simulated run of a test (`testing/story/`) that is started again from its seed takes the same course.
 pub(crate) type Map<K, V> = HashMap<K, V, BuildHasherDefault<DefaultHasher>>;
 
 /// What a rank called, in the 24 bytes that travel with every frame: two ranks whose signatures differ
@@ -28,7 +28,7 @@ pub struct Signature {
     pub dtype: u8,
     /// [`ReduceOp`]; 254 for a user's function, 255 where nothing is reduced.
     pub op: u8,
-    /// [`Algo`] that was asked for, after [`Algo::Auto`] was resolved; with bit 7 set where the call has a key, and bit 6 where
+    /// The [`Algo`] that was asked for; if that was [`Algo::Auto`], the one that was chosen. Bit 7 is set if the call has a key, bit 6 if
     /// [`detail`](Self::detail) is that key.
     pub algo: u8,
     /// The root's rank (0 where there is none); the tag of a message.

@@ -1,4 +1,4 @@
-//! Limits of a process. When one is met, the system gives an error number; the texts here add its name, its value, and how to raise it.
+//! Limits of a process. When one is met, the system gives an error number; the texts here add the limit's name and value, and how to raise it.
 
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
@@ -15,8 +15,8 @@ pub(crate) fn is_limit(error: &io::Error) -> bool {
     matches!(errno(error), Some(Errno::MFILE | Errno::NFILE | Errno::NOMEM | Errno::NOBUFS))
 }
 
-/// Whether at least a quarter of the descriptors that this process may have open are free, if it has just opened this one: the system gives each new
-/// descriptor the lowest free number.
+/// Whether about a quarter of the descriptors that this process may have open are still free, judged by the number of a descriptor that was just
+/// opened: the system gives each new descriptor the lowest free number, so all lower numbers are in use.
 pub(crate) fn leaves_descriptors(opened: BorrowedFd<'_>) -> bool {
     let number = u64::try_from(opened.as_raw_fd()).unwrap_or(0);
     getrlimit(Resource::Nofile).current.is_none_or(|most| number < most / 4 * 3)
@@ -47,8 +47,8 @@ pub(crate) fn explained(error: &io::Error) -> String {
     }
 }
 
-/// Whether this process may make a file of so many bytes. To be asked before it does: the system answers a file that is too long by
-/// a signal that ends the process (SIGXFSZ).
+/// Whether this process may make a file of so many bytes. Callers ask before they make one: if it is too long, the system ends the process
+/// by a signal (SIGXFSZ).
 ///
 /// # Errors
 /// The limit by its name, and what raises it.

@@ -153,7 +153,8 @@ mod tests {
 
     #[test]
     fn an_error_is_no_longer_than_what_is_copied_at_once() {
-        // A copy of more than 128 bytes takes more instructions, for which every operation pays: 79 of the 5,506 of an operation on 4 bytes.
+        // A copy of more than 128 bytes takes more instructions, and every operation makes such copies: an operation on 4 bytes spent 79 of its 5,506
+        // instructions on this.
         assert!(size_of::<Error>() <= 128, "{}", size_of::<Error>());
     }
 

@@ -41,7 +41,7 @@ struct Unproven {
 struct Hall(Vec<Unproven>);
 
 impl Hall {
-    /// If there are too many, drops the oldest whose time is over. If none's time is over yet, returns when the first one's will be.
+    /// If there are too many, drops the oldest whose time is over. If no connection's time is over yet, `Err` says when the first one's will be.
     fn make_room(&mut self, now: Instant) -> Result<(), Instant> {
         self.0.retain(|u| !u.task.is_finished() && u.progress.stage() < Stage::Proven);
         if self.0.len() <= AT_ONCE {
@@ -182,8 +182,8 @@ where
     }
 }
 
-/// By rank. Each higher rank dials this one, and brings its control connection or its descriptors: this sender hands them to the task that awaits
-/// them. The first connection that brings them takes the sender out. Empty for lower ranks.
+/// One entry for each rank. A higher rank dials this one, and brings its control connection or its descriptors: the sender in its entry hands them to
+/// the task that awaits them. The first connection that brings them takes the sender out. Lower ranks' entries are empty.
 type Awaited<T> = Vec<Mutex<Option<oneshot::Sender<T>>>>;
 
 /// What a rank's listener knows of its world, and where it hands connections on.

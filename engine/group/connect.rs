@@ -143,8 +143,8 @@ pub(super) struct Unreached {
 
 /// Connects to the listener of a rank that has registered, and proves that this rank belongs to the world. An address counts only if the rank that is
 /// meant answers the handshake there; otherwise the next one is tried. Tries all addresses again until the deadline. Fails sooner if all of them have
-/// refused twice (then the rank is gone), if somebody answers at every address and is not that rank or will not have this one, or if this process has
-/// run out of something.
+/// refused twice (then the rank is gone), if somebody answers at every address and is not that rank or will not have this one, if a handshake broke
+/// off in each of [`ATTEMPTS`] rounds, or if this process has run out of something.
 pub(super) async fn dial(
     addresses: &[SocketAddr],
     token: &Token,

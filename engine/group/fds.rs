@@ -96,8 +96,8 @@ mod unix {
             return Err(format!("{} descriptors were to be sent; the limit is {MAX_FDS}", ours.len()));
         }
         send(stream, ours).await.map_err(|e| format!("sending descriptors: {e}"))?;
-        // Opened while the connection stands. If the process has exited even so, and its number was given to another process, then this is
-        // a pidfd of the other one, which exits later. So a process that still runs is never thought to have exited.
+        // The pidfd is opened while the connection stands. If the process has exited all the same, and its number already belongs to another process,
+        // the pidfd is of that one, and the exit is seen too late. But a process that still runs is never thought to have exited.
         let process = process_of(stream);
         let fds = receive(stream).await.map_err(|e| format!("receiving descriptors: {e}"))?;
         Ok(Handed { fds, process, line: None })

@@ -17,9 +17,9 @@ impl Rendezvous {
     ///
     /// - Rank and size: `RANK` and `WORLD_SIZE` (torchrun, `allstream run`), `OMPI_COMM_WORLD_RANK` and `OMPI_COMM_WORLD_SIZE` (Open MPI), `PMI_RANK`
     ///   and `PMI_SIZE` (MPICH), or `SLURM_PROCID` and `SLURM_STEP_NUM_TASKS` or `SLURM_NTASKS` (Slurm). Two launchers that contradict each other are
-    ///   an error, unless one is known to run inside the other; so is a Slurm batch script, which is no rank of a step. If two launchers give
-    ///   different ranks of worlds of one size, rank 0 is told, too (for at most some seconds): both may agree on rank 0's process, which would wait
-    ///   for the others in vain.
+    ///   an error, unless one is known to run inside the other; so is a Slurm batch script, which is no rank of a step. If two launchers give this
+    ///   process different ranks, in worlds of the same size, it also tells rank 0 of that, which takes some seconds at most: both launchers may
+    ///   agree on which process is rank 0, and that process would wait for the others in vain.
     /// - Address: `MASTER_ADDR`. Unset under Slurm: the first node of `SLURM_STEP_NODELIST` (or
     ///   `SLURM_JOB_NODELIST`), or else `SLURM_LAUNCH_NODE_IPADDR`.
     /// - Port: `ALLSTREAM_PORT`, or `MASTER_PORT`. Where torchrun's own store listens at the latter
@@ -45,8 +45,8 @@ impl Rendezvous {
     /// itself.
     ///
     /// # Errors
-    /// As of `from_env`, if any of its variables for a rank or a size is set, even if that is only half of what a launcher says. Slurm's variables
-    /// for the size do not count: they are also set where nothing was launched.
+    /// The errors of `from_env`, if any of its variables for a rank or a size is set, even if that is only half of what a launcher sets. Slurm's
+    /// variables for the size do not count: they are also set where nothing was launched.
     pub fn from_env_or_alone() -> Result<Rendezvous, Error> {
         Self::from_lookup_or_alone(&variable).inspect_err(tell_rank_0)
     }

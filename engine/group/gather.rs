@@ -65,8 +65,9 @@ fn parts(rendezvous: &Rendezvous) -> Result<(&Address, Token), Error> {
     Ok((address, token))
 }
 
-/// Tells the others that this rank cannot take part, and why (`unfit`), so that they do not wait for it. It may take the rendezvous timeout
-/// until rank 0's note is there. Then rank 0 waits for the others for about [`LINGER`] at most, and another rank tries as long to reach rank 0.
+/// Tells the others that this rank cannot take part, and why (`unfit`), so that they do not wait for it. If the ranks meet by a note, a rank other
+/// than 0 first waits for the note, at most for the rendezvous timeout. Then it tries to reach rank 0, for about [`LINGER`] at most; rank 0 waits as
+/// long for the others.
 pub(super) async fn decline(rendezvous: Rendezvous, unfit: String) -> Result<(), Error> {
     let (rendezvous, _note) = settled(rendezvous).await?;
     let (address, token) = parts(&rendezvous)?;
@@ -176,8 +177,8 @@ pub(super) async fn gather(
             let error = rendezvous.error(failed.shown(rank));
             let _ = door.closed.set(failed.shown(Rank::MAX));
             drop(spare);
-            // A connection that is about to become a pair here may be one for the other rank already, and that rank may have joined the
-            // world. So this rank makes it a pair, too, and `farewell` tells the other rank over it.
+            // While this rank is still settling a connection, the rank at the other end may already count it as a pair, and may have joined
+            // the world. So this rank makes it a pair, too, and `farewell` tells the other rank over it.
             let soon = Instant::now() + SETTLING;
             while let Ok(Some(end)) = timeout_at(soon, pending.join_next()).await {
                 if let Ok(Ok(Settled::Pair(pair))) = end {

@@ -3,8 +3,8 @@
 //! ```text
 //! dialer   -> preamble: "ALLS", byte order mark, version, 32 random bytes
 //! acceptor -> preamble
-//! dialer   -> length, purpose (JSON, at most 64 KiB), HMAC-SHA256 of (dialer, both nonces, purpose)
-//! acceptor -> verdict, length, reason, HMAC-SHA256 of (acceptor, both nonces, purpose, verdict, reason)
+//! dialer   -> length, purpose (JSON, at most 64 KiB), HMAC-SHA256 of (dialer, version, both nonces, purpose)
+//! acceptor -> verdict, length, reason, HMAC-SHA256 of (acceptor, version, both nonces, purpose, verdict, reason)
 //! ```
 //! The role is part of what is signed, so neither side can be made to sign for the other; the nonces are
 //! fresh, so nothing can be replayed. What follows on the connection is neither signed nor encrypted: the

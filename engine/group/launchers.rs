@@ -227,7 +227,7 @@ fn port(get: Lookup<'_>) -> Result<u16, String> {
 }
 
 /// Computes a port from a number. Equal numbers give equal ports, numbers that follow each other give different ones, and no number gives itself.
-/// If the user has said which ports ranks may take, it is one of those; if that is one port only, it is that port, for every number.
+/// If the user has said which ports ranks may take, the result is one of those; if they are a single port, every number gives that port.
 fn derived(get: Lookup<'_>, from: u64) -> Result<u16, String> {
     let Some(text) = get(addresses::PORTS) else {
         return Ok(FIRST_PORT + u16::try_from(from % PORTS).unwrap_or_default());

@@ -93,8 +93,8 @@ async fn listen(
         }
     }
     if !is_rank_0_connected {
-        // Rank 0 may have been connected to all, and have ended before it said so. Then this rank can connect as well, and learns of that end
-        // over its connections.
+        // Perhaps rank 0 was connected to all ranks, and ended before it said so. Then this rank can become connected to all as well, and learns
+        // over its connections how rank 0 ended.
         tokio::time::sleep(GRACE).await;
         let _ = gave_up.send((0, "it ended, or the connection to it did".into()));
     }

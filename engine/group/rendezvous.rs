@@ -204,8 +204,8 @@ impl Me<'_> {
 /// Where ranks come to register.
 struct Gate {
     door: TcpListener,
-    /// `Some` if this listener may not be where the other ranks come to: then rank 0 looks for a signpost there. Inside: the connection to the
-    /// signpost that rank 0 has already told where it listens, if there is one.
+    /// `Some` if the other ranks perhaps come to another place than this listener: then rank 0 looks for a signpost at that place. Inside: the
+    /// connection to the signpost that rank 0 has already told where it listens, if there is one.
     strays: Option<Option<TcpStream>>,
 }
 

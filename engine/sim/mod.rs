@@ -79,7 +79,8 @@ pub struct Network {
     pub per_host: Option<usize>,
     /// The seed of the random losses.
     pub seed: u64,
-    /// Bytes of a slice. `None`: 128 KB, as in real runs of more than two ranks, or more where there would be too many frames.
+    /// The most bytes of a slice: messages are cut into slices, and each slice is a frame. `None`: 128 KB, as in real runs of more than two ranks, or
+    /// more where there would be too many frames.
     pub slice: Option<usize>,
 }
 

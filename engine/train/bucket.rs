@@ -149,7 +149,7 @@ impl<B: Buf> Bucket<B> {
         within(begin)..within(end)
     }
 
-    /// Copies those of `bufs` that are packed into the packed buffers. `residuals`: what rounding has taken from each parameter's gradient.
+    /// Copies into the packed buffers those of `bufs` that are to be packed. `residuals`: what rounding has taken from each parameter's gradient.
     fn pack(&mut self, bufs: &mut [Option<B>], residuals: &mut [Vec<f32>]) -> Result<(), Error> {
         if !self.on_device {
             let mut packs = self.packs.iter().zip(&mut self.packed);
@@ -347,7 +347,7 @@ impl<B: Buf> Bucket<B> {
         });
         let others = || emptied.iter().flat_map(Emptied::streams).filter(|other| !is_same(other, stream));
         // If a waiting stream could keep another rank's part of this operation from its device, the host waits instead. The host also waits
-        // if no device runs the operation, as the host may then use the result at once.
+        // if no device runs the operation: the caller may then use the result on the host at once, so the copies must be over.
         let is_waited_for_here =
             copied.is_err() || !self.packs.is_empty() && !ordered.is_awaited_by_all(others());
         if is_waited_for_here {

@@ -31,8 +31,8 @@ const MOST_IN_FLIGHT: usize = 512;
 /// Gradients of one model, reduced over all ranks in buckets while the backward pass still computes: see the
 /// [module](super) for a loop, and for what happens in a step.
 ///
-/// `B` is the buffer of a gradient: a `Vec<f32>`, any other [`Buf`], or [`AnyBuf`] where parameters have several types or places. Each is
-/// owned from [`push`](Self::push) to [`finish`](Self::finish), which gives the same one back.
+/// `B` is the buffer of a gradient: a `Vec<f32>`, any other [`Buf`], or [`AnyBuf`] where parameters have several types or places. `Buckets`
+/// owns each buffer from [`push`](Self::push) to [`finish`](Self::finish), which gives the same buffer back.
 ///
 /// All ranks push a gradient of each parameter in every step, in any order, and finish. Where any rank may have none for some
 /// parameter, all ranks finish by [`finish_some`](Self::finish_some).
@@ -164,8 +164,8 @@ impl<B: Buf> Buckets<B> {
         self.comm.check()
     }
 
-    /// Checks that a buffer has the type, length and place of parameter `i`, and, on a device, that this is `ours`, the device of this rank's
-    /// gradients; sets `ours` if it is not known yet. `what` names the buffer in errors.
+    /// Checks that a buffer has the type, length and place of parameter `i`. If it is on a device, that must be `ours`, the device of this rank's
+    /// gradients; sets `ours` if that is not known yet. `what` names the buffer in errors.
     fn check_fits(
         &self,
         call: &str,

@@ -30,8 +30,8 @@ impl Param {
         Param::new(T::DTYPE, len)
     }
 
-    /// The same with the gradient in memory of a device, a [`DeviceBuf`](crate::cuda::DeviceBuf). The reduction starts after what is on that
-    /// buffer's stream. Such gradients are not compressed, and cannot be [accumulated](super::Buckets::accumulate).
+    /// The same parameter with its gradient in memory of a device, a [`DeviceBuf`](crate::cuda::DeviceBuf). The reduction starts after the work
+    /// that is on that buffer's stream. Such gradients are not compressed, and cannot be [accumulated](super::Buckets::accumulate).
     pub fn on_device(mut self) -> Param {
         self.on_device = true;
         self

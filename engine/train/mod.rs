@@ -78,9 +78,9 @@
 //!
 //! # Gradients on devices
 //! [`Param::on_device`] declares that a parameter's gradient is on a device. Such gradients share no bucket with those on the host,
-//! and a rank has them all on one device. When a bucket is launched, a kernel packs its small gradients, behind what their streams hold; after
-//! the reduction another kernel copies them back. `finish` returns when all buckets are reduced. The copies back may still be under way then, in
-//! the order of the gradients' streams.
+//! and a rank has them all on one device. When a bucket is launched, a kernel packs its small gradients, after the work that is on their streams
+//! by then; after the reduction another kernel copies them back. `finish` returns when all buckets are reduced. The copies back may still be under
+//! way then, in the order of the gradients' streams.
 //!
 //! If the communicator that [`Buckets::new`] was given is bound to devices ([`Comm::bind_device`](crate::Comm::bind_device), or
 //! [`bind_nccl`](crate::Comm::bind_nccl)), the buckets' own communicator is bound in the same way, and the devices reduce the buckets. Else the

@@ -33,8 +33,8 @@ impl Visitors {
     /// If a rank goes away before it is connected to all, tells the others that are not done; rank 0 is told by `gave_up`. Ends when no rank is
     /// connecting any more.
     ///
-    /// Where the ranks try RDMA, `verdict` is given. Ranks that are connected then wait until all are, and are told whether links go over
-    /// RDMA, rank 0 by `verdict`: links do if no trial has failed.
+    /// Where the ranks try RDMA, `verdict` is given: each rank that is connected waits until all are. Then all are told whether links go over
+    /// RDMA, rank 0 by `verdict`: they do if no trial has failed.
     pub(in crate::group) async fn watch(
         mut self,
         gave_up: mpsc::UnboundedSender<(Rank, String)>,
@@ -76,7 +76,7 @@ impl Visitors {
             self.tell_all(&News::Connected { rdma: Some(tried.clone()) });
             let _ = verdict.send(tried);
         }
-        // Waits until the writers have sent what is in the outboxes: the writers end when this task ends.
+        // Waits until the writers have sent what is in the outboxes, as the end of this task ends the writers, too.
         self.awaiting.clear();
         while self.writers.join_next().await.is_some() {}
     }

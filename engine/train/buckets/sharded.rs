@@ -11,8 +11,8 @@ const CALL: &str = "gather";
 
 impl<B: Buf> Buckets<B> {
     /// Which elements of parameter `i` this rank owns, if buckets are [sharded](super::super::Options::sharded): `finish` gives the mean of
-    /// these, and unspecified contents elsewhere. Every element has one owner, and all ranks own equally many, but for a few in each bucket.
-    /// The range is the same in every step. If buckets are not sharded, it is all elements.
+    /// these, and unspecified contents elsewhere. Every element has one owner; in each bucket the ranks' numbers of elements differ by one at
+    /// most. The range is the same in every step. If buckets are not sharded, it is all elements.
     ///
     /// # Panics
     /// If the layout has no such parameter.
