@@ -1,4 +1,4 @@
-//! Buffers in a rank's region: what peers on this host read, and write, where it lies.
+//! Buffers in a rank's region, which peers on this host read and write in place.
 
 use std::fmt;
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use crate::types::{DType, Element};
 /// write, in place, so that a collective on it copies nothing into staging slots. Zeroed, aligned to a page; derefs to a slice.
 ///
 /// It may outlive its communicator, and be used with other communicators: those of the same world need no copy either, those of another
-/// world take it as any buffer.
+/// world treat it like any other buffer.
 pub type ArenaBuf<T> = OwnedSlice<T, Pages>;
 
 /// What owns the memory of an [`ArenaBuf`]: pages of a rank's region.

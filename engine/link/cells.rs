@@ -136,7 +136,7 @@ impl RawRing {
     }
 }
 
-/// The word of a ring by which its sender takes back what it lent.
+/// The revocation word of a ring: by it the ring's sender takes back what it lent.
 pub(crate) struct RingFlag(RawRing);
 
 // SAFETY: of the ring, a `RingFlag` accesses only the revocation word, which is atomic.
@@ -157,8 +157,8 @@ impl RingFlag {
 }
 
 impl RingMemory for RawRing {
-    /// A descriptor and an address: for a frame that is written, where the payload is that is to be copied beside the descriptor (null: none); for
-    /// a frame that was read, where the bytes beside the descriptor are.
+    /// A descriptor and an address. For `write`: of the payload to copy beside the descriptor (null: none). From `read`: of the bytes beside the
+    /// descriptor.
     type Frame = (Descriptor, *const u8);
 
     fn lap_acquire(&self, cell: usize) -> u32 {

@@ -80,8 +80,8 @@ impl Lease {
         matches!(self.until, Until::Released { .. })
     }
 
-    /// Ends a lease of what a peer was lent: the peer has said in another way that it is over. From here on the ring is not read: its memory may serve
-    /// another ring.
+    /// Ends a lease of what a peer was lent: the peer has said in another way that it touches the memory no more. From here on the ring is not
+    /// read, as its memory may serve another ring.
     pub(crate) fn end(&self) {
         if self.is_of_peers() {
             self.over.store(true, Ordering::Release);

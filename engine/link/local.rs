@@ -275,7 +275,7 @@ impl LinkRx for LocalRx {
         if self.hung_up {
             return Ok(None);
         }
-        // Looked at also for a frame that was shown before, as the sender may have taken it back since.
+        // Checked also for a frame that was shown before, as the sender may have taken its memory back since.
         if self.ring.memory().revoked().load(Ordering::SeqCst) != 0 {
             return Ok(None); // the sender took its memory back; its abort message says why
         }

@@ -119,7 +119,7 @@ pub(crate) trait Site {
     fn dial(&self) -> Dial;
     /// The function that takes the connection that the peer has dialled, once it has come. Only the receiving end calls it.
     fn accept(&self) -> Accept;
-    /// Watches the link's descriptors. The link also tells it when it can go on ([`Reactor::kick`]).
+    /// The reactor that watches the link's descriptors. The link also [kicks](Reactor::kick) it when the link can go on.
     fn reactor(&self) -> Arc<dyn Reactor>;
     /// The port of a network card that this rank's links over RDMA go through.
     fn card(&self) -> Result<Arc<Card>, Error>;
@@ -131,7 +131,7 @@ pub(crate) trait Opener: Send + Sync {
     fn open_tx(&self, peer: Rank, channel: u8) -> Result<Box<dyn LinkTx>, Error>;
     /// The receiving end from a peer on a channel.
     fn open_rx(&self, peer: Rank, channel: u8) -> Result<Box<dyn LinkRx>, Error>;
-    /// Where the link for devices is, to a peer or (`receiving`) from it; `None` if the two ranks share no memory.
+    /// The place of the link for devices to a peer, or (`receiving`) of the one from that peer; `None` if the two ranks share no memory.
     fn device_place(&self, _peer: Rank, _receiving: bool) -> Result<Option<Place>, Error> {
         Ok(None)
     }
@@ -308,7 +308,7 @@ pub(crate) trait LinkTx: Send {
 
 /// The receiving end.
 pub(crate) trait LinkRx: Send {
-    /// The oldest frame, if its header has come and, of its bytes that are not released yet, `useful` ones (or all, if they are fewer).
+    /// The oldest frame, if its header has come and so have at least `useful` of its unreleased bytes (all of them, if they are fewer).
     fn peek(&mut self, useful: usize) -> Result<Option<Frame>, Error>;
 
     /// Releases `bytes` more of the oldest frame. The frame itself is released with its last byte; an empty frame, by the first
@@ -361,8 +361,8 @@ pub(crate) trait LinkRx: Send {
     }
 
     /// Receives up to `max` of the bytes of the oldest frame that are not released yet, straight into `dst`, and releases them. Returns how many:
-    /// a multiple of `unit`. To be called only if [`LinkRx::is_byte_stream`]. `max` may be more than is left of the frame: then the payloads of the
-    /// message's next frames belong behind it.
+    /// a multiple of `unit`. To be called only if [`LinkRx::is_byte_stream`]. `max` may be more than is left of the frame: then the room behind
+    /// this frame's bytes is for the payloads of the message's next frames.
     ///
     /// Until calls have returned all `max` bytes, the room after the returned ones is the link's: a part of a unit may lie there already, and
     /// a device may go on writing there after this call. The next use of the frame must be a call that goes on where this one has ended,

@@ -25,11 +25,11 @@ use crate::forked;
 const HEADER: usize = 4096;
 /// Shared staging slots: 32 x 128 KB = 4 MB per rank, whatever the number of communicators.
 pub(crate) const SLOTS: usize = 32;
-/// Slots are filled in turn: this many bytes of slots are filled before the first of them is filled again (fewer where ranks outnumber
-/// cores: `comm/world.rs`). A slot that a peer has just read
-/// is in the peer's nearest caches, from where each store to the slot must take the line; a slot that the peer read a megabyte of data ago is
-/// not (the L2 of the measured machine has 1 MB). With two slots of 128 KB in turn, filling one took 15.8 us; with 32 slots, 6.0 us
-/// (`cargo bench --bench limits -- slots 2 131072`). But slots and users' buffers share the last-level cache. Times in us:
+/// Slots are filled in turn: this many bytes are put in slots before the first of these slots is filled again (fewer where ranks outnumber
+/// cores: `comm/world.rs`). A slot that a peer has just read is in the peer's nearest caches, from where each store to the slot must take
+/// the line; a slot that the peer read a megabyte of data ago is not (the L2 of the measured machine has 1 MB). With two slots of 128 KB in
+/// turn, filling one took 15.8 us; with 32 slots, 6.0 us (`cargo bench --bench limits -- slots 2 131072`). But slots and users' buffers share
+/// the last-level cache. Times in us:
 /// - 2 ranks, all_to_all out of place, with 1, 6, 10, 20 or 32 slots in turn: 256 KB 34, 18, 15, 20, 24; 1 MB 63, 58, 58, 60, 72. 64 KB in
 ///   slots of 32 KB, with 1, 10, 20 or 32 slots in turn: 8.0, 8.1, 5.6, 5.6.
 /// - 4 ranks, which share cores and so caches, with 1, 2, 4 or 10 slots of each rank in turn: all_to_all of 1 MB 150, 176, 152, 278, of 256 KB
@@ -44,7 +44,7 @@ const ARENA: usize = 4 << 30;
 pub(crate) const PAGE: usize = 4096;
 pub(crate) const REGION_BYTES: usize = ARENA_START + ARENA;
 
-/// Pins users' buffers for one port of a network card. A rank may use two ports.
+/// Pins users' buffers for one port of a network card. A rank that uses two ports has one of these for each.
 pub(crate) trait Pins: Send + Sync {
     /// Called when the buffer at this address is given back. Returns whether the card no longer uses the buffer.
     fn unpin(&self, at: *const u8) -> bool;

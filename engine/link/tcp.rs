@@ -395,7 +395,7 @@ impl LinkRx for TcpRx {
         let Some(header) = self.head else { return Ok(0) };
         let limit = max.min(header.len as usize - self.done);
         let mut have = self.partial;
-        // A caller that asks for less than one unit gets nothing more.
+        // If the caller asks for fewer bytes than already lie there of an incomplete unit, none are added.
         let buffered = self.buffered().min(limit.saturating_sub(have));
         if buffered > 0 {
             // SAFETY: `dst` has room for `max >= have + buffered` bytes (the caller's promise); the window is ours.

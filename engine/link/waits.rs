@@ -1,5 +1,5 @@
-//! The waits that order operations on devices, by name. Builds for tests can take one away, to see that tests fail without it, stop a rank at a
-//! [`Point`], and slow readers down.
+//! The waits that order operations on devices, by name. Builds for tests can take one away (to see that tests fail without it). They can also stop a
+//! rank at a [`Point`], and slow readers down.
 
 /// The waits that keep an operation on devices in order. Each is needed: `tests/cuda/hazards.rs` takes them away one by one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

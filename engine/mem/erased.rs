@@ -113,7 +113,7 @@ impl ErasedBufs {
         ErasedBufs { block: ManuallyDrop::new(block), held }
     }
 
-    /// Keeps something else as long as the parts.
+    /// Keeps something else alive until the parts are dropped or taken.
     pub(crate) fn with(mut self, also: Arc<dyn Any + Send + Sync>) -> ErasedBufs {
         self.block.also = Some(also);
         self

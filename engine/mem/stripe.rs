@@ -11,7 +11,7 @@ pub(crate) fn pinned_bytes() -> usize {
     PINNED.load(Ordering::Relaxed)
 }
 
-/// How far an operation is or may go, as `(part, rounds)`: all parts before that one, and so many rounds of it (of a message: bytes).
+/// How far an operation has come or may go, as `(part, rounds)`: all parts before that one, and so many rounds of that one (for a message: bytes).
 pub(crate) type Reach = (usize, usize);
 
 /// All of an operation.
@@ -21,7 +21,7 @@ pub(crate) const ALL: Reach = (usize::MAX, 0);
 pub(crate) struct Stripe {
     /// Of each piece: the number of the staged buffer, and which of its bytes.
     pub(crate) pieces: Vec<(usize, Range<usize>)>,
-    /// How far the operation may go once this stripe and those before it are on the host. When the operation is this far, it needs
-    /// none of them any more, and they can be copied back.
+    /// How far the operation may go once this stripe and those before it are on the host. When the operation has come this far, it needs
+    /// none of these stripes any more, and they can be copied back.
     pub(crate) reach: Reach,
 }

@@ -1,6 +1,6 @@
 //! Users' buffers from [`Comm::alloc`](crate::Comm::alloc) that are registered with a network card, so that the card reads and writes them where they
-//! lie. A buffer is registered when a link first carries what lies in it, until the buffer is dropped: its whole life is known, which of other memory
-//! of a user's it is not.
+//! lie. A buffer is registered when a link first carries what lies in it, and stays so until it is dropped. Other memory of users' is not registered:
+//! the engine does not learn when that is freed.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -25,10 +25,10 @@ pub(super) struct Part {
 /// The buffers of one rank that are registered with its card.
 pub(super) struct Blocks {
     domain: Arc<Domain>,
-    /// What is known of the buffers that links have carried, by address: the registration, or `None` if the card did not register the buffer, and
-    /// what lies in it is copied to a staging slot.
+    /// What is known of the buffers that links have carried, by address: the registration, or `None` if the card did not register the buffer. What
+    /// lies in such a buffer is copied to a staging slot.
     known: Mutex<BTreeMap<usize, Option<Registered>>>,
-    /// Whether buffers are registered at all: not where libibverbs hides registered memory from forked children, who may use their copies.
+    /// Whether buffers are registered at all. They are not where libibverbs hides registered memory from forked children: a child may use its copy.
     is_on: bool,
     /// The user has been told that a buffer was not registered.
     is_told: AtomicBool,

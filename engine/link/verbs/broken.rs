@@ -41,7 +41,7 @@ pub(super) fn problem_of(card: &Card, completion: &IbvWc) -> String {
     )
 }
 
-/// How many of these completions were of receive requests that took a message. So many are to be posted again.
+/// How many of these completions were of receive requests that took a message. As many receive requests are to be posted again.
 pub(super) fn received(told: &[IbvWc]) -> usize {
     let is_message = |completion: &&IbvWc| {
         completion.wr_id == RECEIVED && WcStatus(completion.status) == WcStatus::SUCCESS

@@ -1,4 +1,4 @@
-//! An opened port of a network card, over which all RDMA links of a rank go. A second port carries a part of what is large.
+//! An opened port of a network card, over which all RDMA links of a rank go. If the rank uses a second port, that carries some of the large frames.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -74,20 +74,20 @@ pub(crate) struct Card {
     most_areas: usize,
     /// The rank's second port, if this is the first and there is another one.
     second: Option<Arc<Card>>,
-    /// The peers' ports, by their addresses, to which no message got from this one, a second port, and when that was tried.
+    /// If this is a second port: the peers' ports, by their addresses, that no message from here has reached, and when that was tried.
     unreached: Mutex<BTreeMap<[u8; 16], Instant>>,
-    /// This second port is not used for further links: the device could not connect to a peer's. To try that may take a second each time, in which
-    /// the progress thread stands still.
+    /// This second port is not used for further links: the device could not connect it to a peer's port. Each attempt may take a second, during
+    /// which the progress thread stands still.
     is_given_up: AtomicBool,
     /// The user has been told that messages do not get through.
     is_told: AtomicBool,
 }
 
-/// After this long a port to which no message got is tried again.
+/// A port that no message has reached is tried again after this long.
 const AGAIN: Duration = Duration::from_secs(60);
 
 impl Card {
-    /// Opens the ports that were chosen, for the rank that has this region. What is wrong with the second is told, and it is not used.
+    /// Opens the ports that were chosen, for the rank that has this region. If the second cannot be used, a warning says why, and it is left out.
     pub(crate) fn open(
         verbs: &'static Verbs,
         (first, second): (&RdmaPort, Option<&RdmaPort>),
@@ -183,19 +183,19 @@ impl Card {
         !self.is_given_up.load(Ordering::Relaxed) && unreached.get(gid).is_none_or(|at| at.elapsed() >= AGAIN)
     }
 
-    /// No message has got from this port, a second one, to a peer's.
+    /// No message from this port, a second one, has reached that peer's port.
     pub(super) fn cannot_reach(&self, other: &Hello, problem: String) {
         self.unreached.lock().insert(other.gid, Instant::now());
         self.tell(other, problem);
     }
 
-    /// The device has failed to connect this port, a second one, to a peer's: it is not used any more.
+    /// The device has failed to connect this port, a second one, to a peer's: this port is not used for further links.
     pub(super) fn give_up(&self, other: &Hello, problem: String) {
         self.is_given_up.store(true, Ordering::Relaxed);
         self.tell(other, problem);
     }
 
-    /// Tells the user, once.
+    /// Warns the user that messages do not get through, the first time only.
     fn tell(&self, other: &Hello, problem: String) {
         if self.is_told.swap(true, Ordering::Relaxed) {
             return;
@@ -388,7 +388,7 @@ fn requests_of_large(max_message: u32) -> u32 {
     (cut(LARGEST, max_message).0 as u32).max(3)
 }
 
-/// How many requests a sender's queue has to take, if it sends to so many slots; 0 for a narrow link.
+/// How many requests a sender's queue has to take, if the link has so many slots (0: it is narrow).
 pub(super) fn requests(slots: u32, max_message: u32) -> u32 {
     CELLS as u32 + (slots * requests_of_large(max_message)).max(PIECES as u32)
 }

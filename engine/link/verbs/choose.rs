@@ -381,8 +381,9 @@ struct Usable {
     unused: Vec<PassedOver>,
 }
 
-/// Which port carries a rank's links beside the first: the best one that is as fast, of those first that are near to where this process runs. An address
-/// of no interface that this process sees most likely leads nowhere, unless the user has named (`is_named`) the device.
+/// Which port carries a rank's links beside the first: the best of those that are as fast as the first. After the user's order, what counts is
+/// whether a port is near to where this process runs. An address of no interface that this process sees most likely leads nowhere, so a port with
+/// such an address is taken only if the user has named (`is_named`) the device, or if the first port's address is such a one, too.
 fn second(usables: &[Usable], is_named: bool) -> Option<usize> {
     let first = usables.first()?;
     let suits = |other: &Usable| {

@@ -125,7 +125,8 @@ pub(super) struct Sender {
     posted: Count,
     /// The frames that the device is done with, up to the first that it is not: their sources are free.
     gone: Count,
-    /// Frames behind that one with which the device is done: it is done with an offered frame only once the receiver has read the payload.
+    /// Later frames with which the device is done already. It is done with an offered frame only once the key to the payload is not valid any more
+    /// (`offers.rs`).
     done: Marks,
     /// The frames that the receiver has said it released.
     released: Count,
@@ -193,7 +194,7 @@ impl Sender {
         Ok(before..all)
     }
 
-    /// Whether a frame is large that was posted, and that the device was not done with when this was last asked.
+    /// Whether a posted frame is large. To be asked only before the frame is counted as [done with](Self::is_done_with).
     pub(super) fn is_large(&self, frame: u64) -> bool {
         self.large.is(frame)
     }
@@ -337,7 +338,7 @@ impl Receiver {
     }
 
     /// Whether the sender is to be told now: half of its cells, or half of its slots, were released since it was last told. A sender that waits
-    /// for room always hears of some: all that it has posted is released sooner or later, and that is at least half.
+    /// for room always hears of some: it has filled all cells or all slots, and half of them are released sooner or later.
     pub(super) fn owes(&self) -> bool {
         let half = (self.slots / 2).max(1);
         self.released.all - self.told.all >= CELLS / 2 || self.released.large - self.told.large >= half

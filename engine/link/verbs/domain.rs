@@ -233,9 +233,9 @@ impl Registered {
             return false; // the registration is the parent's
         }
         let Some(handle) = self.handle.take() else { return false };
-        // SAFETY: `register` made the handle, which is given back only here. No queue pair has a request left that names the memory: of a link's memory
-        // its owner has made sure (`QueuePair::destroy`), and a user's buffer is given back only after its operations are over, or their leases, or
-        // with the card, which every link keeps.
+        // SAFETY: `register` made the handle, which is given back only here. No queue pair has a request left that names the memory. For a link's
+        // memory its owner has made sure (`QueuePair::destroy`). A user's buffer gets here when it is given back, which is after its operations and
+        // any leases on it are over, or with the card, which every link keeps alive.
         if let Err(error) = unsafe { self.domain.verbs.dereg_mr(handle.as_ptr()) } {
             // The device may still use the memory, so it stays mapped for good.
             tracing::error!("{} bytes stay registered with a network card: {error}", self.bytes);

@@ -81,8 +81,8 @@ impl Events {
         listened.inspect_err(|_| self.is_listened_to.store(false, Ordering::Relaxed))
     }
 
-    /// Reads the device's events, unless a link did so in the last `APART` milliseconds: while callers drive their operations themselves, the progress
-    /// thread reads none.
+    /// Reads the device's events, unless a link did so in the last `APART` milliseconds. Links must do so, as the progress thread reads none while
+    /// callers drive their operations themselves.
     fn read_now_and_then(&self) {
         let now = u64::try_from(self.since.elapsed().as_millis()).unwrap_or(u64::MAX);
         let last = self.read_at.load(Ordering::Relaxed);
@@ -115,7 +115,8 @@ impl Events {
         self.failed.lock().port
     }
 
-    /// Forgets what was reported of a queue pair that is now destroyed: another pair may get its number, and another completion queue its queue's address.
+    /// Forgets what was reported of a queue pair that is now destroyed, and of its completion queue: a later pair may get the same number, and a
+    /// later queue the same address.
     pub(super) fn forget(&self, pair: u32, queue: *const IbvCq) {
         if self.has_failures.load(Ordering::Acquire) {
             let mut failed = self.failed.lock();

@@ -38,7 +38,7 @@ pub(crate) struct Interface {
 pub(crate) struct Device {
     pub(crate) name: String,
     pub(crate) transport: Transport,
-    /// The device is near to other processors (their NUMA node) than those on which this process may run.
+    /// This process may run on none of the processors that are near to the device (on its NUMA node).
     pub(crate) is_far: bool,
     /// The ports, or why the device could not be queried.
     pub(crate) ports: Result<Vec<Port>, String>,

@@ -119,8 +119,8 @@ impl Lane {
         (super::end_of(&self.card, &self.pair), &self.peer_at)
     }
 
-    /// The trial of this lane, a second one, has failed by this completion. If packets were not acknowledged, notes that for later links; what else may
-    /// fail (the peer has ended, for example) says nothing of the way.
+    /// The trial of this lane, a second one, has failed by this completion. If packets were not acknowledged, notes for later links that the peer's
+    /// port cannot be reached. Other failures (the peer has ended, for example) do not show that.
     pub(super) fn has_failed_trial(&self, completion: &IbvWc) {
         let problem = self.problem_of(completion);
         match &self.other {
@@ -222,7 +222,8 @@ impl SendLane {
         self.is_proven
     }
 
-    /// The local key of a payload that lies in staging slots, or, if it is `large`, in a buffer from `Comm::alloc` that the card has or gets registered.
+    /// The local key of a payload that lies in staging slots, or, if it is `large`, in a buffer from `Comm::alloc` that the card has registered or
+    /// registers now.
     pub(super) fn key(&self, payload: *const u8, len: usize, large: bool) -> Option<u32> {
         let slots = self.slots.as_ref()?;
         match slots.holds(payload, len) {

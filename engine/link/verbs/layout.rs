@@ -31,10 +31,11 @@ pub(super) const fn area_bytes(slots: u32) -> usize {
     }
 }
 
-/// Bytes behind the slots, if the link has two ports: what the sender writes there by the second is not read, but shows that it gets through.
+/// Bytes behind the slots, if the link has two ports. The sender writes there by the second port, to try whether messages get through (`lane.rs`).
+/// Nobody reads these bytes.
 pub(super) const TRIAL_BYTES: usize = PAGE;
 
-/// Where these bytes begin, in an area with so many slots.
+/// Where the bytes of that trial begin, in an area with so many slots.
 pub(super) fn place_of_trial(slots: u32) -> usize {
     area_bytes(slots)
 }

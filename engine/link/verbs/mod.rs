@@ -3,14 +3,16 @@
 //! The choice of a port: [`facts`] describe the host as plain data, and [`read`] asks libibverbs and the kernel for them. [`wishes`] are what the user has
 //! asked for by environment variables. [`choose`] is a function of the two.
 //!
-//! The link ([ADR 0040](../../../docs/adr/0040-rdma-link.md)) goes one way, and has a reliable queue pair ([`queue_pair`]) at each end; where both ranks have
-//! two ports, one for each ([`lane`]). The sender dials a TCP connection, on which both ends prove that they belong to the job; they describe their queue
-//! pairs to each other ([`hello`]), and close the connection. The sender ([`tx`], [`sending`]) writes a frame, mostly by one request, from a cell and a staging slot of its own to the frame's place in the receiver's area
-//! ([`layout`]). Both ends know the place, as both count frames ([`credits`]); the receiver ([`rx`], [`receiving`]) gets the frame's number once the frame is there. On
-//! a narrow link large frames go in pieces ([`pieces`]). A payload in a buffer from [`Comm::alloc`](crate::Comm::alloc), which is registered
-//! ([`blocks`]), may be offered ([`offers`]): the sender opens it to the receiver by a memory window ([`windows`], [`offering`]), and the receiver
-//! READs it to where it belongs ([`reading`]). [`card`] is the open port, [`domain`] the open device and memory that is registered with it;
-//! [`events`] report the device's own failures. [`Probe`] tests, before links are opened, whether two hosts' ports reach each other.
+//! The link ([ADR 0040](../../../docs/adr/0040-rdma-link.md)) goes one way, and has a reliable queue pair ([`queue_pair`]) at each end; where both
+//! ranks have two ports, one for each port ([`lane`]). The sender dials a TCP connection, on which both ends prove that they belong to the job; they
+//! describe their queue pairs to each other ([`hello`]), and close the connection. The sender ([`tx`], [`sending`]) writes a frame, mostly by one
+//! request, from a cell and a staging slot of its own to the frame's place in the receiver's area ([`layout`]). Both ends know the place, as both
+//! count frames ([`credits`]); the receiver ([`rx`], [`receiving`]) gets the frame's number once the frame is there. On a narrow link, whose
+//! receiver has little registered memory, large frames go in pieces ([`pieces`]). A payload in a buffer from
+//! [`Comm::alloc`](crate::Comm::alloc), which is registered ([`blocks`]), may be offered ([`offers`]): the sender opens it to the receiver by a
+//! memory window ([`windows`], [`offering`]), and the receiver READs it to where it belongs ([`reading`]). [`card`] is the open port, [`domain`] the
+//! open device and memory that is registered with it; [`events`] report the device's own failures. [`Probe`] tests, before links are opened,
+//! whether two hosts' ports reach each other.
 
 mod blocks;
 mod broken;
@@ -99,7 +101,7 @@ pub(crate) fn said() -> Result<wishes::Wishes, Error> {
     wishes.map_err(|problem| Error::invalid("read the environment", problem))
 }
 
-/// Receive requests that each end posts: as many as frames and pieces may be under way to a receiver, or notes to a sender.
+/// Receive requests that each end posts. No more frames and pieces can be under way to a receiver, and no more notes to a sender.
 const RECEIVES: u64 = CELLS + PIECES;
 
 /// How many notes to the sender may be posted that the device has not sent yet.

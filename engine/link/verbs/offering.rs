@@ -58,7 +58,7 @@ impl Sending {
     ) -> Result<Posted, Error> {
         let len = header.len as usize;
         let is_large = (OFFERED_FROM..=SLOT).contains(&len);
-        // The second lane's device may not have registered the buffer, or have no windows, where the first one's has.
+        // The second lane's device may lack what the first lane's has: a registration of the buffer, or a window.
         let mut at = self.lane_of_large();
         let mut window = if is_large { self.lanes[at].window_for(self.peer, payload, len) } else { None };
         if is_large && window.is_none() && at > 0 {
@@ -100,8 +100,9 @@ impl Sending {
 }
 
 impl SendLane {
-    /// A window that is not bound, and where the payload is: if it may be offered by this lane, as it lies in a buffer from `Comm::alloc` that the
-    /// card has registered. Once the device has refused to make a window, only the windows that exist are used.
+    /// A window that is not bound, and where the payload is. `None`: this lane cannot offer the payload, as the receiver takes no offers, the payload
+    /// is not in a buffer from `Comm::alloc` that the card has registered, or no window is free. Once the device has refused to make a window, only
+    /// the windows that exist are used.
     fn window_for(&mut self, peer: Rank, payload: *const u8, len: usize) -> Option<(Window, Part)> {
         let (offering, card) = (self.offering.as_mut()?, &self.lane.card);
         let part = card.block(payload, len)?;

@@ -3,8 +3,8 @@
 //! The sender offers a frame if the payload lies in a registered buffer (`blocks.rs`) and the receiver only copies it. It binds a window to the payload,
 //! and writes to the frame's cell an [`Offer`]: the frame's header, the payload's address, and the window's key. Both ends count the frame as any
 //! large frame, so the frame has a slot: the receiver READs the payload to the slot if it cannot READ it to its place. Once the receiver has released
-//! the frame it says so; the note may wait for READs to operations' memory, unless half of the cells or slots are due. The sender then invalidates the
-//! key, and only after that is the payload's memory free.
+//! the frame, it tells the sender by a note. It may put the note off while it READs to operations' memory, unless half of the cells or slots were
+//! released since its last note. The sender then invalidates the key, and only after that is the payload's memory free.
 
 use allstream_sys::verbs::{DeviceCap, IbvDeviceAttr};
 
@@ -13,7 +13,7 @@ use super::layout::CELL;
 use super::windows::Window;
 use crate::link::{HEADER_BYTES, Header, INLINE, SLOT};
 
-/// Payloads of fewer bytes are written, not offered: the question and the answer would take longer than the copies that they save.
+/// Payloads of fewer bytes are written, not offered: the offer and the READ would take longer than the copies that they save.
 pub(super) const OFFERED_FROM: usize = 64 << 10;
 
 /// How many READs may be under way at once on a queue pair: what the device can do, but no more than a link makes.

@@ -7,7 +7,7 @@
 
 use super::layout::{LARGEST, PIECE_BYTES, PIECES, place_of_piece};
 
-/// A frame is put together at an address that is a multiple of this. So is then the address of its payload, which kernels read.
+/// A frame is put together at an address that is a multiple of this. Then its payload, which kernels read, is aligned so, too.
 const ALIGNED: usize = 64;
 
 /// The sender's count.

@@ -21,7 +21,7 @@ const MOST: usize = 4096;
 const NUMBER: u32 = 0x5453_4c41;
 
 /// One end of a trial. The two ends exchange [`hello`](Probe::hello)s, [`connect`](Probe::connect), tell each other that they have, and
-/// only then [`send`](Probe::send): a message that comes before the receiver is ready would be lost at first.
+/// only then [`send`](Probe::send): a message that came before the receiver is ready would be lost, and sent again only after a timeout.
 pub(crate) struct Probe {
     card: Arc<Card>,
     pair: QueuePair,

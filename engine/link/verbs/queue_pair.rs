@@ -296,7 +296,7 @@ impl QueuePair {
         unsafe { BorrowedFd::borrow_raw((*self.channel).fd) }
     }
 
-    /// Posts so many receive requests, at most as many as there ever are. Each takes one number that the other end sends, and no bytes.
+    /// Posts so many receive requests, but no more than [`RECEIVES`](super::RECEIVES). Each takes one number that the other end sends, and no bytes.
     pub(super) fn post_receives(&mut self, count: usize) -> Result<(), VerbsError> {
         const ONE: IbvRecvWr =
             IbvRecvWr { wr_id: RECEIVED, next: ptr::null_mut(), sg_list: ptr::null_mut(), num_sge: 0 };
@@ -564,7 +564,8 @@ impl Drop for QueuePair {
 /// The id of all receive requests, which their completions carry.
 pub(super) const RECEIVED: u64 = u64::MAX;
 
-/// Set in the id of a piece that is not a frame's last, and in that of a receive request: their completions count for no frame.
+/// Set in the id of a request whose completion counts for no frame: a piece that is not a frame's last, the write of an offer, a lane's trial, a
+/// receive request.
 pub(super) const PIECE: u64 = 1 << 63;
 
 /// A send request with nothing filled in.

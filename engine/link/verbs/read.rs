@@ -88,8 +88,8 @@ fn device(devices: &Devices<'_>, at: usize) -> Device {
     Device { name, transport: devices.transport(at), is_far, ports }
 }
 
-/// Whether a process that may run on its `own` processors may run on one of those in a list of the kernel's, such as `0-3,8`. A list that cannot be read
-/// has no processors, and says nothing.
+/// Whether a process that may run on its `own` processors may run on one of those in a list of the kernel's, such as `0-3,8`. `true` also if the list
+/// has no processor, or none that can be read.
 pub(super) fn may_run_near(list: &str, own: &CpuSet) -> bool {
     let range = |part: &str| {
         let (first, last) = part.split_once('-').unwrap_or((part, part));
@@ -99,8 +99,8 @@ pub(super) fn may_run_near(list: &str, own: &CpuSet) -> bool {
     near.peek().is_none() || near.any(|cpu| cpu < CpuSet::MAX_CPU && own.is_set(cpu))
 }
 
-/// How many addresses a port may have. If the port cannot be asked: as many as no port of a usual card exceeds. The library gives the addresses of all
-/// ports of a device, or an error if there are more than there is room for.
+/// How many addresses a port may have; if the port cannot be asked, a number that no port of a usual card exceeds. The library gives the addresses of
+/// all ports of a device, or an error if there are more than there is room for.
 pub(super) fn addresses_of<E>(port: Result<&IbvPortAttr, E>) -> usize {
     const USUAL: usize = 256;
     port.map_or(USUAL, |port| usize::try_from(port.gid_tbl_len).unwrap_or(0))

@@ -32,7 +32,7 @@ impl Receiving {
         if self.oldest_is_offered() { self.offer(oldest).map(Some) } else { Ok(None) }
     }
 
-    /// The offer of a frame that has come as one. It is read from the area once: a faulty peer may write there later.
+    /// The offer of a frame that came as an offer. It is read from the area once: a faulty peer may write there later.
     fn offer(&mut self, frame: u64) -> Result<Taken, Error> {
         if let Some(taken) = self.taking.get(frame) {
             return Ok(taken);
@@ -48,7 +48,7 @@ impl Receiving {
         Ok(self.taking.take(frame, offer, self.credits.lane(frame)))
     }
 
-    /// An offered frame as the link's user sees it. Only what was READ to a slot can be read there.
+    /// An offered frame as the link's user sees it. The user can read only those of its bytes that were READ to its slot.
     pub(super) fn frame_of(&self, taken: &Taken) -> Frame {
         let (data, ready) = match (taken.stage, self.slot(self.credits.unreleased().start)) {
             (Stage::Here(To::Slot, bytes), Some(slot)) => (slot.wrapping_add(taken.done).cast_const(), bytes),
@@ -76,7 +76,7 @@ impl Receiving {
                 });
             }
         }
-        // What was added is counted as under way, so it is posted whatever the later frames are. SAFETY: all READs are of `read_to_slot`. A slot is
+        // What was added is counted as under way, so it is posted even if a later offer is wrong. SAFETY: all READs are of `read_to_slot`. A slot is
         // registered for writes and as large as any payload. It is the frame's until the frame is released, which is after the completion, and the
         // area stays until the queue pair is destroyed. (A faulty peer may write to a slot, too, which changes only what is copied.)
         unsafe { self.post(reads) };
@@ -158,7 +158,7 @@ impl Receiving {
         if got > 0 {
             self.release_offered(got);
         }
-        // SAFETY: the caller's promise: what follows the bytes that this call returns is the link's until later calls have returned that.
+        // SAFETY: the caller's promise: the room behind the bytes that this call returns is the link's until later calls have returned that too.
         unsafe { self.read_ahead((dst.wrapping_add(got), max - got), unit)? };
         Ok(got)
     }
@@ -170,9 +170,9 @@ impl Receiving {
     unsafe fn read_ahead(&mut self, (dst, max): (*mut u8, usize), unit: usize) -> Result<(), Error> {
         let mut reads = ReadLists::default();
         let added = self.add_ahead((dst, max), unit, &mut reads);
-        // What was added is counted as under way, so it is posted whatever the later frames are. SAFETY: for slots as in `read_to_slots`. The other memory
-        // lies in a registered buffer, which its operation owns; the link may write there (the caller's promise) until a call has returned these
-        // bytes, or `revoke` has returned `true`, or what `writes_until` gave says so.
+        // What was added is counted as under way, so it is posted even if a later offer is wrong. SAFETY: for slots as in `read_to_slots`. The other
+        // memory lies in a registered buffer, which its operation owns; the link may write there (the caller's promise) until a call has returned
+        // these bytes, or `revoke` has returned `true`, or what `writes_until` gave says that writing is over.
         unsafe { self.post(reads) };
         added
     }
@@ -199,7 +199,7 @@ impl Receiving {
                     length: bytes as u32,
                     lkey: part.key,
                 });
-                // If the lane has no room, the frames behind this one may still have some in the other lane.
+                // If this lane takes no more READs now, the loop goes on: the other lane may take those of the frames behind this one.
                 match into {
                     Some(into) => self.read(frame, &taken, (To::Place(into.addr), into), reads),
                     None => self.read_to_slot(frame, &taken, reads),
@@ -225,7 +225,7 @@ impl Receiving {
         if self.taking.writes() {
             self.is_lost |= !self.lanes.fail();
             let _ = self.look();
-            // A device that has failed completes nothing more, and never what it has not taken.
+            // A device that has failed completes nothing more, and no device completes a request that it never got.
             let is_lost = self.is_lost || self.lanes.iter().any(|lane| lane.lane.pair.problem().is_some());
             if self.taking.writes() && is_lost && self.lanes.destroy() {
                 self.taking.end();

@@ -36,7 +36,8 @@ pub(super) struct Receiving {
     max_message: u32,
     /// Notes that the device has not sent yet.
     notes: u32,
-    /// How many of these, the oldest first, must complete until the sender has every note that releases an offered frame: its operations wait for those.
+    /// How many of these, the oldest first, must complete until the sender has every note that releases an offered frame: the sender's operations
+    /// wait for those.
     awaited: u32,
     pub(super) is_broken: bool,
     /// A call of the library failed, so some READs that are counted as posted may never complete.
@@ -44,8 +45,8 @@ pub(super) struct Receiving {
     broke: Option<Break>,
 }
 
-/// Returns how many slots the sender has asked for and has room for in its queue, and bytes of the largest message that each port takes. The second
-/// ports count if `second` has them.
+/// Returns how many slots the link can have, which the sender has asked for and whose requests fit its queue, and bytes of the largest message that
+/// each port takes. The second ports count if `second` names them.
 fn slots_for(card: &Card, first: &Hello, second: Option<(&Arc<Card>, Hello)>) -> Result<(u32, u32), Error> {
     let hellos = || [*first].into_iter().chain(second.map(|(_, hello)| hello));
     let own = second.map_or(card.max_message(), |(second, _)| card.max_message().min(second.max_message()));
@@ -75,7 +76,8 @@ impl Receiving {
         // Without slots, or without its own registration of the area, the second port cannot be used.
         let second = second.filter(|_| area.of_lane(1).is_some());
         let (_, max_message) = slots_for(card, &other.first, second)?;
-        // No offers on a narrow link, which has no slots for what cannot be READ to its place; nor where a payload is more than one message, as a READ is.
+        // No offers on a narrow link, which has no slots for what cannot be READ to its place; nor where a payload may be larger than one message,
+        // as a READ is one message.
         let can_read = area.slots > 0 && max_message as usize >= SLOT;
         first.connect(&other.first, can_read)?;
         let second = second.and_then(|(card, hello)| {
@@ -267,8 +269,9 @@ impl Receiving {
         }
     }
 
-    /// Whether no break is left to be returned, and the link is broken or the sender has got all notes that release offered frames: its operations wait
-    /// for those. Takes completions only while such notes are due or under way: else a narrow link would take pieces that nobody reads.
+    /// Whether no break is left to be returned, and the link is broken or the sender has got all notes that release offered frames, for which the
+    /// sender's operations wait. Takes completions only while such notes are due or under way: else a narrow link would take pieces that nobody
+    /// reads.
     pub(super) fn is_flushed(&mut self) -> Result<bool, Error> {
         let waits = |receiving: &Receiving| receiving.awaited > 0 || receiving.credits.is_awaited();
         if waits(self) {

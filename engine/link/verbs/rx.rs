@@ -158,7 +158,7 @@ impl LinkRx for VerbsRx {
         if !self.has_offers || self.head.is_some() {
             return false;
         }
-        // An offer that has just come is to be found here: otherwise `peek` would have it READ to a slot.
+        // Finds an offer that has just come. If this returned `false` for it, the caller's next `peek` would have it READ to a slot.
         if let Err(error) = self.peek(0) {
             self.failed = Some(error);
         }

@@ -17,7 +17,8 @@ use crate::error::Error;
 use crate::link::{Break, HEADER_BYTES, Header, INLINE, Posted, SLOT};
 use crate::types::Rank;
 
-/// The state of a sending end from the greeting on. A [lease](crate::link::LinkTx::lease) shares it, to ask whether the device is done with staging slots.
+/// The state of a sending end from the greeting on. A [lease](crate::link::LinkTx::lease) shares it, to ask whether the devices are done with all
+/// that was posted.
 pub(super) struct Sending {
     pub(super) peer: Rank,
     pub(super) lanes: Lanes<SendLane>,
