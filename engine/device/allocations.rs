@@ -2,8 +2,8 @@
 //!
 //! A block of the pool is not given back to the driver while other processes may have it open. But another library's allocation belongs
 //! to its owner: as soon as no buffer lies in it any more, the owner may free it, and the driver may give the same address to the next
-//! allocation. So each call asks for the driver's number of the allocation (`CU_POINTER_ATTRIBUTE_BUFFER_ID`; `share.rs`), and peers know
-//! the allocation by a number of ours. Neither number is ever used again.
+//! allocation. So each call of a collective asks which number the driver has given the allocation (`CU_POINTER_ATTRIBUTE_BUFFER_ID`;
+//! `share.rs`), and peers know the allocation by a number of ours. Neither number is ever given to another allocation.
 
 use std::collections::BTreeMap;
 
@@ -36,19 +36,20 @@ impl Allocations {
         Some(Exported { number, offset: at - base, handle, base, bytes })
     }
 
-    /// Whether memory is in a known allocation that has this number of the driver's.
+    /// Whether the `bytes` bytes at `at` lie in a known allocation to which the driver has given the number `id`. 0 is no such number.
     pub(super) fn has(&self, at: u64, bytes: u64, id: u64) -> bool {
         id != 0 && self.holding(at, bytes).is_some_and(|(_, allocation)| allocation.id == id)
     }
 
-    /// Takes in an allocation: where it lies, its length, the driver's number of it and the handle. What lay there before has been freed.
+    /// Takes in an allocation: where it lies, its length, the driver's number of it and the handle. Known allocations that it overlaps have
+    /// been freed, and are forgotten.
     pub(super) fn put(&mut self, (base, bytes): (u64, u64), id: u64, handle: [u8; 64]) {
         let end = base.saturating_add(bytes);
         self.0.retain(|at, known| at.saturating_add(known.bytes) <= base || *at >= end);
         self.0.insert(base, Allocation { bytes, id, number: new_number(), handle });
     }
 
-    /// Where each lies, and the driver's number of it.
+    /// Where each allocation begins, and the driver's number of it.
     pub(super) fn all(&self) -> Vec<(u64, u64)> {
         self.0.iter().map(|(base, known)| (*base, known.id)).collect()
     }

@@ -1,8 +1,9 @@
 //! [`Arrivals`]: which operations one launch folds for all ranks of a communicator, and what the ranks bring to the next such launch.
 //!
-//! Each rank arrives by a command; later commands show its loans to its peers. The last rank to arrive gets what all have brought, and puts the
-//! launch on rank 0's stream in that same command. A rank goes on when it has seen the loans of all peers, by commands behind its own arrival: by
-//! then the launch is on the stream. For the next launch all ranks, also the last one, arrive by such later commands: no two are put there at once.
+//! Each rank arrives by a command, and shows its loans to its peers by later commands. The last rank to arrive gets what all have brought, and
+//! puts the launch on rank 0's stream in the command by which it arrives. So the launch is on the stream before any rank has seen the loans of all
+//! peers, and only then does a rank arrive at the next operation. The last rank, too, arrives there by a later command. So no two launches are put
+//! on the stream at once.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -11,8 +12,9 @@ use parking_lot::Mutex;
 use super::stream::DeviceEvent;
 use crate::types::{Rank, Signature};
 
-/// Some words are written only by operations of some kinds. So of `2 * REFRESH` operations on devices at least one writes all words: no word falls
-/// behind by half of the range of its 32-bit numbers, which are compared modulo 2^32. (Operations on the host write no words, and do not count.)
+/// Streams write some words ([`Word`](super::signal::Word)) only for operations of some kinds. No word may fall behind by half of the range of its
+/// 32-bit numbers, which are compared modulo 2^32: so at least one of any `2 * REFRESH` operations on devices has all words written. (Operations on
+/// the host write no words, and do not count.)
 pub(crate) const REFRESH: u64 = 1 << 28;
 
 /// Called when the launch is on rank 0's stream. If others than the ranks may put work there, too, it gets the event behind the launch.
@@ -37,14 +39,14 @@ pub(crate) struct Arrival {
 pub(crate) struct Arrivals {
     /// The ranks that have arrived at an operation at which others have not arrived yet.
     here: Mutex<Vec<Arrival>>,
-    /// The number of the last operation that was not for one launch: each rank's own stream works for it.
+    /// The number of the last operation that no launch folded for all ranks: each rank's own stream worked for that operation.
     apart: AtomicU64,
 }
 
 impl Arrivals {
     /// Called when an operation is submitted, in the order of the numbers. Returns whether one launch folds it for all ranks. `may_be`: whether one
-    /// could; after [`REFRESH`] operations without any other the answer is no all the same, so that each rank's stream can write all words again. All
-    /// ranks submit the same operations, so they decide alike.
+    /// launch could. After [`REFRESH`] such operations in a row the answer is no even then, so that each rank's stream can write all words again.
+    /// All ranks submit the same operations, so they decide alike.
     pub(crate) fn is_for_all(&self, number: u64, may_be: bool) -> bool {
         let is_for_all = may_be && number.wrapping_sub(self.apart.load(Ordering::Relaxed)) < REFRESH;
         if !is_for_all {
@@ -53,8 +55,8 @@ impl Arrivals {
         is_for_all
     }
 
-    /// A rank arrives. If it is the last of `size` ranks, and all have called the same, returns what all have brought, by rank. If they have not
-    /// called the same, returns `None`, and nothing is launched: the ranks find out when they compare the signatures of their loans.
+    /// A rank arrives. If it is the last of `size` ranks, and all have called the same operation, returns what all have brought, by rank. If they
+    /// have called different ones, returns `None`, and nothing is launched: the ranks find out when they compare the signatures of their loans.
     pub(crate) fn arrives(&self, arrival: Arrival, size: usize) -> Option<Vec<Arrival>> {
         let mut here = self.here.lock();
         here.push(arrival);

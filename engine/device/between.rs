@@ -34,8 +34,8 @@ impl<T: Element> DeviceBuf<T> {
     /// ```
     ///
     /// # Errors
-    /// [`Failed`], with both if the device cannot touch them any more: [`Error::Invalid`], the lengths differ, or one of the
-    /// streams is being captured; [`Error::Cuda`]; why a collective has failed, if the source's contents come from it.
+    /// [`Failed`], which has both buffers if the device cannot touch them any more. [`Error::Invalid`]: the lengths differ, or one
+    /// of the streams is being captured. [`Error::Cuda`]. The error of the failed collective, if the source's contents come from one.
     pub fn copy_from(self, from: DeviceBuf<T>) -> Transfer<(DeviceBuf<T>, DeviceBuf<T>)> {
         if from.len() != self.len() {
             let problem = format!("the source has {} elements, the target {}", from.len(), self.len());
@@ -59,8 +59,8 @@ impl<T: Element> DeviceBuf<T> {
     /// As [`copy_from`](Self::copy_from), but into new memory.
     ///
     /// # Errors
-    /// [`Failed`], with this buffer if the device cannot touch it any more: [`Error::Invalid`], one of the streams is being captured;
-    /// [`Error::Cuda`], also if there is no memory for the copy; why a collective failed, if this buffer's contents come from it.
+    /// [`Failed`], which has this buffer if the device cannot touch it any more. [`Error::Invalid`]: one of the streams is being captured.
+    /// [`Error::Cuda`], also if there is no memory for the copy. The error of the failed collective, if this buffer's contents come from one.
     pub fn copy_to(self, stream: &DeviceStream) -> Transfer<(DeviceBuf<T>, DeviceBuf<T>), DeviceBuf<T>> {
         let fit = self.check().and_then(|()| refused_in_capture(stream, DOING));
         let made = fit.and_then(|()| DeviceBuf::raw(stream, self.len()));

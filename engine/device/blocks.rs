@@ -285,8 +285,8 @@ impl Pool {
         unused.iter().filter_map(|at| self.blocks.remove_entry(at)).collect()
     }
 
-    /// Gives all blocks back to the driver, once streams are done with the pieces that are pending, except those that a graph may use: another
-    /// library may keep the device's context, and launch the graph there. They end with the context. Nobody has a piece any more.
+    /// Called when nobody has a piece any more. Gives the blocks back to the driver, once streams are done with the pieces that are pending. Blocks
+    /// that a graph may use end only with the device's context: another library may keep that context, and launch the graph there.
     pub(super) fn close(&mut self, cuda: &Cuda, entered: &Entered<'_>, report: &dyn Fn(CudaError)) {
         for (_, event) in self.pending.drain(..).flat_map(|pending| pending.after) {
             // SAFETY: an event of the entered context, which `pending` has owned.

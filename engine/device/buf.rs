@@ -25,10 +25,11 @@ use crate::types::{DType, Element};
 ///
 /// - *Order.* All work on a buffer, also that of other libraries at [`as_ptr`](Self::as_ptr), is in the order of its
 ///   [`stream`](Self::stream); [`on`](Self::on) moves the buffer to another stream.
-/// - *Dropping* it does not wait for the stream: the memory goes back to the device's pool once the stream has come to this
-///   point. (If the driver cannot mark that point, the drop waits after all.)
+/// - *Dropping* it does not wait for the stream: the memory goes back to the device's pool once the stream has done what it holds
+///   at the drop. (If the driver cannot mark that point of the stream, the drop waits after all.)
 /// - *Failure.* A buffer can be handed on before its collective is over ([`Ordered::in_order`](crate::Ordered::in_order)). If
-///   that fails, copies from the buffer and collectives refuse it with the cause, until a copy into it has written it anew.
+///   the collective then fails, copies from the buffer, and collectives on it, are refused with the cause, until a copy into the
+///   buffer has written it anew.
 /// - [`split`](Self::split) cuts it into buffers, each of which can be in flight by itself; [`join`](Self::join) puts them
 ///   together again.
 ///
@@ -61,7 +62,8 @@ pub struct DeviceBuf<T: Element> {
     stream: DeviceStream,
     /// The operations that its contents depend on.
     fate: Arc<Fate>,
-    /// Whether the drop of this buffer marks how far its stream has used the memory. `false`: there is none, or other buffers have taken its place.
+    /// Whether the drop of this buffer marks how far its stream has used the memory. `false`: the buffer has no memory, or needs no mark
+    /// ([`replaced`](Self::replaced)).
     marks: bool,
     _elements: PhantomData<T>,
 }
@@ -140,7 +142,7 @@ impl<T: Element> Drop for DeviceBuf<T> {
             return;
         }
         let context = &self.memory.context;
-        // A graph that its stream is captured into may use the memory each time it is launched, and nothing tells which launch is the last.
+        // If the stream is being captured into a graph, each launch of the graph may use the memory, and nothing tells which launch is the last.
         if self.stream.is_captured().unwrap_or(false) {
             self.memory.last.lock().lost = Some(Lost::InGraph);
             return self.fate.hold(self.memory.clone());
@@ -188,7 +190,7 @@ impl<T: Element> DeviceBuf<T> {
         if bytes == 0 {
             return Ok(DeviceBuf::of(Source::Empty, 0, len, stream));
         }
-        // Also as the pool may make the stream wait for others, which would take these into the capture.
+        // A reason beside the one in the text: the pool may make the stream wait for other streams, which would take these into the capture.
         stream.refuse_capture(
             "DeviceBuf",
             "the stream is being captured into a graph, which uses the memory only when it is launched: get device memory before or after the \
@@ -218,8 +220,8 @@ impl<T: Element> DeviceBuf<T> {
     /// device copies by itself, at the full speed of the bus; other memory is copied once more on the way, through at most 8 MiB of pinned memory.
     ///
     /// # Errors
-    /// [`Failed`] with the host buffer: [`Error::Invalid`], it cannot be used as it is, or the stream is being captured into a
-    /// graph; [`Error::Cuda`], also if the device has no memory for the copy.
+    /// [`Failed`], which has the host buffer if the device cannot touch it any more. [`Error::Invalid`]: the host buffer cannot be used
+    /// as it is, or the stream is being captured into a graph. [`Error::Cuda`], also if the device has no memory for the copy.
     pub fn from_host<H: HostMemory<Elem = T>>(
         stream: &DeviceStream,
         host: H,
@@ -236,11 +238,11 @@ impl<T: Element> DeviceBuf<T> {
         })
     }
 
-    /// Copies a host buffer of the same length into this one, on its stream.
+    /// Copies a host buffer of the same length into this one, after what this buffer's stream holds now.
     ///
     /// # Errors
-    /// [`Failed`] with both: [`Error::Invalid`], the lengths differ, the host buffer cannot be used as it is, or the stream is being
-    /// captured into a graph; [`Error::Cuda`].
+    /// [`Failed`], which has both buffers if the device cannot touch them any more. [`Error::Invalid`]: the lengths differ, the host
+    /// buffer cannot be used as it is, or the stream is being captured into a graph. [`Error::Cuda`].
     pub fn copy_from_host<H: HostMemory<Elem = T>>(self, host: H) -> Transfer<(H, DeviceBuf<T>)> {
         if let Some(error) = self.differs("copy_from_host", &host) {
             return Transfer::ended(Err(Failed { buf: Some((host, self)), error }));
@@ -253,12 +255,11 @@ impl<T: Element> DeviceBuf<T> {
         })
     }
 
-    /// Copies this buffer into a host buffer of the same length, on its stream.
+    /// Copies this buffer into a host buffer of the same length, after what its stream holds now.
     ///
     /// # Errors
-    /// [`Failed`] with both: [`Error::Invalid`], as for [`copy_from_host`](Self::copy_from_host), or a value that is to be a `bool` is
-    /// neither 0 nor 1 (on the host it is `false` then); [`Error::Cuda`]; the cause for which a collective has failed, if this
-    /// buffer's contents come from it.
+    /// Those of [`copy_from_host`](Self::copy_from_host). [`Error::Invalid`] also if a value that is to be a `bool` is neither 0 nor 1 (on
+    /// the host it is `false` then). The cause for which a collective has failed, if this buffer's contents come from that collective.
     pub fn to_host<H: HostMemory<Elem = T>>(self, mut host: H) -> Transfer<(DeviceBuf<T>, H)> {
         if let Some(error) = self.differs("to_host", &host) {
             return Transfer::ended(Err(Failed { buf: Some((self, host)), error }));
@@ -352,7 +353,7 @@ impl<T: Element> DeviceBuf<T> {
         }
         let joined = self.stream.0.standing.lock().joined().to_vec();
         stream.wait_event(&self.stream.point()?)?;
-        // From here on it waits for what the buffer's stream waits for.
+        // From here on `stream`, too, waits for the operations that the buffer's stream waits for.
         stream.0.standing.lock().joins(&joined);
         Ok(())
     }
@@ -370,7 +371,7 @@ impl<T: Element> DeviceBuf<T> {
         DeviceBuf { memory, range, stream, fate, marks, _elements: PhantomData }
     }
 
-    /// A second buffer of the same elements, for an operation that their stream is made to wait for, while the caller keeps this one.
+    /// A second buffer of the same elements, for an operation to own while the caller keeps this one. Their stream is made to wait for the operation.
     pub(crate) fn alias(&self) -> DeviceBuf<T> {
         self.with_fate(self.range.clone(), self.fate.clone())
     }
@@ -403,7 +404,7 @@ impl<T: Element> DeviceBuf<T> {
 /// A host buffer, and the device buffer that gets its values.
 type Upload<H, T> = (H, DeviceBuf<T>);
 
-/// Copies the host buffer to the device buffer, which is as long, in the order of the latter's stream.
+/// Copies the host buffer to the device buffer of the same length, after what the latter's stream holds now.
 fn upload<T: Element, H: HostMemory<Elem = T>, F: Send + 'static>(
     (mut host, buf): Upload<H, T>,
     settle: Settle<Upload<H, T>, Upload<H, T>, F>,

@@ -19,7 +19,7 @@ type Job = Box<dyn FnOnce() + Send>;
 /// How many jobs that were due at once are not done yet: mostly they give things back to the driver.
 static PENDING: AtomicUsize = AtomicUsize::new(0);
 
-/// How many of our threads, of their jobs and of the events that are watched may still call the driver.
+/// How many things may still call the driver: threads of ours, jobs, and watches of events.
 static BUSY: AtomicUsize = AtomicUsize::new(0);
 
 /// How many communicators exist that are bound to a device, plus how many communicators of a library. One of our threads drops each of them some
@@ -30,7 +30,8 @@ static OPEN: AtomicUsize = AtomicUsize::new(0);
 /// where a communicator was closed a moment before, the wait would last until its pinned memory had been kept for a second.
 static SETTLING: AtomicUsize = AtomicUsize::new(0);
 
-/// [`settle`] waits as long as one exists that counts in [`BUSY`] or [`OPEN`]. A job that starts another job keeps its own until that job has one.
+/// [`settle`] waits as long as one exists that counts in [`BUSY`] or [`OPEN`]. A job that starts another job keeps its own `Busy` until the other job
+/// has one.
 pub(crate) struct Busy(&'static AtomicUsize);
 
 impl Busy {
@@ -100,8 +101,8 @@ pub(super) fn later(after: Duration, job: impl FnOnce() + Send + 'static) {
 /// was dropped is given back, and all events that are watched are over. Returns `false` if that is not so after `patience`.
 ///
 /// Call it before the process ends, when all communicators are closed and all operations awaited. The driver is gone as soon as the process begins
-/// to end (`exit`, or the end of `main`), while other threads still run, and a library that calls it then may crash, as NCCL does. The process itself
-/// waits in the same way when it ends, but not as long: 0.2 s where communicators are open, and up to 2 s more for work that is about to end.
+/// to end (`exit`, or the end of `main`), while other threads still run, and a library that calls the driver then may crash, as NCCL does. The
+/// process itself waits in the same way when it ends: up to 0.2 s, also for open communicators, then up to 2 s more for work that is about to end.
 ///
 /// Memory that is kept for the next operations stays with its device, and is no reason to wait.
 pub fn settle(patience: Duration) -> bool {
@@ -173,7 +174,7 @@ fn work(orders: &Receiver<Order>) {
             None => orders.recv().map_err(RecvTimeoutError::from),
         };
         match order {
-            // A thread that settles raises `SETTLING` before it sends `Hurry`: so when a job comes after that order, it is seen raised here.
+            // A thread that settles raises `SETTLING` before it sends `Hurry`: so if this job came after that order, `SETTLING` is seen raised here.
             Ok(Order::Do(at, job)) => {
                 waiting.push((if SETTLING.load(Ordering::Acquire) > 0 { Instant::now() } else { at }, job))
             }

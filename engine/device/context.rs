@@ -100,7 +100,7 @@ impl Context {
     }
 
     /// Makes now the streams that would otherwise be made when they are first needed. Making one may wait for all work on the device,
-    /// and that work may wait for the thread that needs the stream. Streams that cannot be made are done without.
+    /// and that work may wait for the thread that needs the stream. If some cannot be made, the engine does without them.
     pub(super) fn make_streams(&self, entered: &Entered<'_>) {
         let all: Vec<_> = std::iter::from_fn(|| self.make_notifier(entered)).take(AHEAD).collect();
         let mut notifiers = self.notifiers.lock();
@@ -147,7 +147,7 @@ impl Context {
         Ok(std::mem::replace(way, next))
     }
 
-    /// Blocks until all copies that were put on that stream are done.
+    /// Blocks until all copies that were put on the stream for [copies](Self::copies) are done.
     pub(super) fn synchronize_copies(&self) -> Result<(), Error> {
         match MutexGuard::try_map(self.copies.lock(), |copies| copies.as_mut().map(|way| &mut way.raw)) {
             Ok(stream) => self.synchronize("wait for copies", stream),
@@ -155,10 +155,10 @@ impl Context {
         }
     }
 
-    /// Blocks until all that was put on a stream of this context is done. As long as the caller's lock on it (`stream`) is held, no other stream
-    /// takes its place. The lock is released before this waits. If another stream takes its place then, what is put there was put after this call
-    /// began, and need not be waited for; whoever gets the stream that was left, and has no use for it any more, destroys it by
-    /// [`destroy`](Self::destroy), which lets this wait end before.
+    /// Blocks until all that was put on a stream of this context is done. `stream` is the caller's lock on it: as long as the lock is held, no other
+    /// stream takes its place. The lock is released before this waits. If another stream takes its place during the wait, what is put on that one
+    /// comes after this call began, and need not be waited for. Whoever gets the stream that was left, and has no use for it any more, destroys
+    /// it by [`destroy`](Self::destroy), which lets this wait end first.
     pub(super) fn synchronize(
         &self,
         doing: &str,
@@ -240,7 +240,7 @@ impl Drop for Context {
             ways: std::mem::take(self.ways.get_mut()),
             streams: idle.into_iter().chain(copies).collect(),
         };
-        // To give these back, one has to wait for what is on the device: the waiter's thread, for one, must not.
+        // Whoever gives these back waits for what is on the device. Some threads must not wait: the waiter's, for one.
         if must_not_block_here() { drop_later(remains) } else { drop(remains) }
     }
 }

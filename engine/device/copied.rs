@@ -1,7 +1,8 @@
 //! Buffers of other libraries that the other ranks' devices cannot touch: the operation works on copies of them.
 //!
 //! The copies are memory of the pool, which every rank's device can touch. They are made on the rank's stream, behind what the buffers'
-//! streams hold; results are copied back there before the operation's end. So it is a rank's own matter, which the others need not know.
+//! streams hold; results are copied back there before the operation's end. So the copying is a rank's own matter, of which the others need not
+//! know.
 
 use super::stream::DeviceStream;
 use super::workspace::Workspace;

@@ -17,10 +17,10 @@ use allstream_sys::cuda::{CuContext, CuDevice, Cuda, CudaError};
 struct Here {
     /// How many calls of [`keep`] this thread is within, one inside another.
     keeps: u32,
-    /// The context that stays entered until the outermost [`keep`] ends, once one has been entered. That end takes it out, so there is nothing
-    /// here to drop when a thread ends; and without a drop this can still be used while the thread's other values are dropped.
+    /// The context that stays entered until the outermost [`keep`] ends, once one has been entered. That end takes it out, so nothing here is to
+    /// be dropped when the thread ends. And as `HERE` has no drop, it can still be used while the thread's other thread-local values are dropped.
     kept: ManuallyDrop<Option<Arc<Retained>>>,
-    /// How many contexts besides `kept` are entered and not left yet. They lie above it.
+    /// How many contexts besides `kept` are entered and not left yet. They lie above `kept` on the driver's stack of current contexts.
     above: u32,
 }
 

@@ -8,15 +8,15 @@ use crate::mem::dlpack::{CALL, DL_CUDA, DeviceName, Tensor};
 use crate::types::Element;
 
 impl Tensor {
-    /// Turns the tensor into a device buffer in the order of `stream`: of the stream that the producer was told of, or has put its work on.
+    /// Turns the tensor into a device buffer in the order of `stream`: the one that the producer was told of, or on which it has put its work.
     ///
-    /// The deleter is called when the buffer is gone and the stream has come to the point of that drop, as a rule on another thread.
+    /// The deleter is called once the buffer is dropped and the stream has done what it held at the drop, as a rule on another thread.
     ///
     /// # Errors
     /// [`Failed`] with the tensor. [`Error::Invalid`]: the tensor is not on the device of the stream (`kDLCUDA`, and the device's
     /// number); the driver does not know its address as one of that device; or [`into_host`](Self::into_host) would refuse it, too,
     /// for another reason than its device.
-    /// [`Error::Cuda`]: the driver does not answer the question.
+    /// [`Error::Cuda`]: the driver failed when it was asked about the address.
     pub fn into_device<T: Element>(self, stream: &DeviceStream) -> Result<DeviceBuf<T>, Failed<Tensor>> {
         let ordinal = stream.device().ordinal();
         let device = self.device();

@@ -15,7 +15,7 @@ pub struct Driver {
     pub version: (u32, u32),
 }
 
-/// The driver, loaded when this is first asked for.
+/// The driver, which is loaded when it is first needed.
 ///
 /// ```
 /// match allstream::cuda::driver() {
@@ -25,7 +25,7 @@ pub struct Driver {
 /// ```
 ///
 /// # Errors
-/// [`Error::Unavailable`]: there is no driver, or it does not work.
+/// [`Error::Unavailable`]: there is no driver, or it does not work. [`Error::Cuda`]: the driver fails to answer.
 pub fn driver() -> Result<Driver, Error> {
     let cuda = cuda()?;
     // SAFETY: asks for a number.
@@ -38,7 +38,7 @@ pub fn driver() -> Result<Driver, Error> {
 /// How many devices this process sees.
 ///
 /// # Errors
-/// [`Error::Unavailable`]: there is no driver, or it does not work.
+/// [`Error::Unavailable`]: there is no driver, or it does not work. [`Error::Cuda`]: the driver fails to answer.
 pub fn device_count() -> Result<usize, Error> {
     // SAFETY: asks for a number.
     let count = unsafe { cuda()?.device_get_count() };

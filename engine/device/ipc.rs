@@ -106,7 +106,7 @@ impl Import {
     /// may wait for the device meanwhile.
     fn close_freed(key: BlockKey, (start, bytes): (u64, u64)) {
         let is_freed = |open: &BlockKey, (other, length): (u64, u64)| {
-            // Whoever opens a block takes the locks of older blocks only, so no two threads wait for each other.
+            // Whoever opens a block takes, beside its own lock, those of older blocks only. So no two threads wait for each other.
             (open.process, open.context) == (key.process, key.context)
                 && open.number < key.number
                 && other < start.saturating_add(bytes)

@@ -19,7 +19,7 @@ use super::place::DevicePlace;
 use super::stream::DeviceStream;
 
 /// An attribute of an address, as the driver tells it: a number or a handle of at most 8 bytes. 0: the driver
-/// could not tell; it is also its answer for "no" and for "none".
+/// could not tell, or its answer is "no" or "none".
 pub(super) fn attribute(context: &Context, at: u64, which: c_int) -> u64 {
     let mut answer = 0_u64;
     let asked = context.enter().and_then(|_entered| {

@@ -72,7 +72,7 @@ fn launch(
     let launch = launch.ok_or_else(missing)?;
     let stream = binding.ours.stream.clone();
     // SAFETY: by the layout, every operand and every result is a chunk of one of the operation's buffers or of the part's own memory, or it
-    // lies in a frame or a loan of that length. It is memory of this device, or of one that this device may touch, as `Comm::bind_device`
+    // lies in a frame or a loan that is as long. All of it is memory of this device, or of one that this device may touch, as `Comm::bind_device`
     // has checked. The in-flight table owns the buffers until the streams of all ranks have passed the operation's end. This stream waits for
     // the streams that used the buffers before (`DeviceOp::begin`, `DeviceOp::awaits_input`), and the links order it with the streams of peers
     // that read or write the same memory (`links/`). The part's other steps, and later parts that get its region of the workspace, come on this
@@ -274,7 +274,7 @@ impl Binding {
         self.folds_at_once(bytes) && size <= MAX_OUTS && longest <= limits().1 && has_words()
     }
 
-    /// Which parts of an operation are folded: those of which [`needs`](Self::needs) says so.
+    /// Which parts of an operation are folded: those whose memory all ranks can lend each other ([`lends`](Self::lends)).
     pub(crate) fn folds(&self, operation: &mut Operation) -> Folds {
         let mut folds = Folds::default();
         let (scale, reduction) = (operation.scale, operation.reduction.clone());
@@ -286,7 +286,7 @@ impl Binding {
                 None => others += 1,
             }
         }
-        // Between processes not the caller's stream but the rank's own says that what the rank lends is ready.
+        // Between processes it is the rank's own stream that says when what the rank lends is ready, not the caller's.
         folds.are_all = folds.are_any() && others == 0 && self.far.is_none();
         folds.are_one = folds.are_all && parts.len() == 1;
         folds.may_be_for_all = folds.are_one && self.has_leader();
@@ -306,9 +306,10 @@ impl Binding {
 
 impl Lends for CudaLoans {
     /// Ranks in one process lend each other memory for parts of any size; ranks in several processes only for large ones, as the kernel that folds
-    /// is then put on a stream only when all ranks are ready (`device/links/ipc.rs`). Parts whose chunks are longer than a frame may be ([`limits`])
-    /// take the steps, in slices; so do all parts in groups too large for one kernel, or with a device that has no words (between processes each has:
-    /// `comm/reach.rs`). All ranks decide alike: they see the same lengths and know where all devices are.
+    /// is then put on a stream only when all ranks are ready (`device/links/ipc.rs`). A part whose chunks are longer than a frame can lend
+    /// ([`limits`]) runs by its steps, in slices. So does every part in a group that is too large for one kernel ([`MAX_OUTS`]), or that has a device
+    /// without words (between processes every device has words: `comm/reach.rs`). All ranks decide alike: they see the same lengths and know where
+    /// all devices are.
     fn begin(&mut self, c: Context<'_>, lending: &Lending) -> Agreement {
         let is_known = || self.binding.current().is_some_and(|operation| operation.is_folded());
         match self.binding.lends(c.part, lending) && is_known() {

@@ -71,7 +71,7 @@ impl BoundTo {
         Ok(path.clone())
     }
 
-    /// What [`Binding::is_touched`] says, which also goes on with ending the work on the devices. `false` if there are none.
+    /// Asks [`Binding::is_touched`], which also goes on with ending the work on the devices. `false` if there are no devices.
     fn is_on_devices(&self, since: Duration) -> bool {
         self.binding.as_ref().is_some_and(|binding| binding.is_touched(since))
     }
@@ -103,7 +103,8 @@ impl Bound for BoundTo {
             return is_on_devices;
         };
         let is_elsewhere = lane.is_some_and(|lane| lane.port().is_read_elsewhere());
-        // `is_elsewhere` comes from words that `let_go` itself writes. After it only `PAST_END`, or a peer's exit, tells that the peer is done.
+        // `is_elsewhere` comes from words that `let_go` itself writes. Once this rank has let go, only `PAST_END`, or a peer's exit, tells that the
+        // peer is done.
         is_on_devices || is_elsewhere || far.has_let_go() && far.may_be_touched()
     }
 

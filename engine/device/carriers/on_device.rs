@@ -38,8 +38,8 @@ impl Carrier for OnDevice {
         true
     }
 
-    /// True while ranks in other processes lend memory that is not ready: nothing wakes this rank when it becomes ready, so the endpoint has to ask.
-    /// Also true while the operation is put off, as nothing wakes this rank when it has been put off for too long.
+    /// True while ranks in other processes lend memory that is not ready: nothing wakes this rank when that memory becomes ready, so the endpoint
+    /// has to ask. Also true while the operation is put off, as nothing wakes this rank when the operation has been put off for too long.
     fn is_to_be_asked(&self) -> bool {
         self.0.is_held_back() || self.0.binding.far.as_ref().is_some_and(|far| far.is_unready())
     }

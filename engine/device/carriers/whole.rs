@@ -36,9 +36,9 @@ struct State {
     ticket: Option<Ticket>,
     /// The operation's time in the order of launches: there from when all ranks have called until the operation is launched.
     turn: Option<Turn>,
-    /// A command that asks the library how far it is has been appended, and was not carried out yet.
+    /// Whether a command that is to ask the library about the call has been appended, and has not been carried out yet.
     is_asking: bool,
-    /// All of it is on the device's stream, and its end is marked there.
+    /// Whether all of the operation is on the device's stream, and its end is marked there.
     is_on_stream: bool,
 }
 
@@ -98,7 +98,7 @@ impl WholeOp {
         Ok((moved, Standing::InProgress))
     }
 
-    /// Appends a command that gives the call to the library, behind the operation that was launched on the device before.
+    /// Appends a command that makes the device's stream wait for the operation launched there before, and then gives the call to the library.
     fn launch(&self, device: &Arc<DeviceOp>, call: WholeCall) {
         let (by, state, on) = (self.by.clone(), self.state.clone(), device.clone());
         device.binding.ours.commands.put(move || {

@@ -1,4 +1,4 @@
-//! Which streams of a context threads wait for: such a stream is not destroyed before the last of these waits has ended.
+//! The streams of a context for which threads wait: such a stream is not destroyed before the last of these waits has ended.
 
 use allstream_sys::cuda::CuStream;
 

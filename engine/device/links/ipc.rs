@@ -1,8 +1,9 @@
 //! Links between ranks whose devices touch each other's memory, in two processes of one host.
 //!
 //! They work as those of [`super::peer`] do, with what processes can share. Beside its descriptor a cell names the block of the sender in
-//! which the payload lies, with the handle by which the driver opens it; `location` is the offset in that block. In place of events there are
-//! words that count frames ([`super::words`]): the stream of one rank writes them, and the stream of the other rank waits for them.
+//! which the payload lies, with the handle by which the driver opens the block; the descriptor's `location` is the offset in that block. In
+//! place of events there are words that count frames ([`super::words`]): the stream of one rank writes them, and the stream of the other rank
+//! waits for them.
 //!
 //! When a process dies, the words that it has not written stay unwritten, and a stream that waits for one would wait for ever. So if a
 //! communicator fails and a rank's stream does not come to its end, the rank *lets go* ([`Far::let_go`]): it says so in all its rings, and its
@@ -43,7 +44,7 @@ const REVOKED: u32 = 1;
 /// A ring's flag: the sender does not vouch for its memory any more ([`Far::distrust`]), so what was read from it may be wrong.
 const LET_GO: u32 = 2;
 
-/// A rank in another process, and the words that the streams of both wait for.
+/// A rank in another process, and the words that its stream and ours wait for.
 pub(crate) struct FarPeer {
     rank: Rank,
     process: u128,
@@ -95,7 +96,7 @@ impl FarPeer {
         self.exit.as_ref().is_some_and(Exit::has_come) || self.inbox.shows(PAST_END, 1)
     }
 
-    /// Whether it may still write to memory that it was lent. No word that this rank's host writes to end its own stream's waits counts here.
+    /// Whether it may still write to memory that it was lent. This looks only at words that our host never writes to end waits of our stream.
     fn may_write(&self) -> bool {
         let lent = self.lent.load(Ordering::Acquire);
         lent > 0 && !self.inbox.shows(PAST, lent as u32) && !self.is_past()
@@ -342,7 +343,7 @@ impl LinkTx for FarTx {
     fn released(&mut self) -> Result<u64, Error> {
         let released = self.ring.released();
         if self.ring.memory().revoked().load(Ordering::SeqCst) != 0 {
-            return Ok(released); // this end has revoked the link: from here on `is_read_elsewhere` tells
+            return Ok(released); // this end has revoked the link: from here on `is_read_elsewhere` is asked instead
         }
         if self.seen < released {
             let wait = match self.ring.is_closed() {
@@ -482,7 +483,7 @@ impl FarRx {
             self.loan = Some(Loan { input: std::ptr::without_provenance(input), output, bytes });
             self.peer.has_lent.store(true, Ordering::Release);
         }
-        // This rank's host may itself have written the word, to end waits of its own stream. It has let go before it did that.
+        // The word may come from this rank's own host, which writes it to end waits of its stream. But then the rank has let go before.
         if !self.peer.inbox.shows(READY, mark(self.frames)) || self.far.has_let_go() {
             return Ok(None);
         }

@@ -244,7 +244,7 @@ impl PeerDevice {
         Ok(())
     }
 
-    /// Notes that the stream has come so far with this operation, as the driver has told.
+    /// Notes that the stream has come as far with this operation as the word `which` would say, because the driver has told so.
     pub(crate) fn tell(&self, which: Word, number: u64) {
         self.told(which).fetch_max(number + 1, Ordering::AcqRel);
         if let Ok(words) = &self.words {
@@ -292,8 +292,8 @@ impl PeerDevice {
         self.put.load(Ordering::Acquire) > number
     }
 
-    /// Whether this rank's inputs of the operation are not there yet, though the driver was given the operation, or is given it only when the streams
-    /// of the inputs can go on. Does not call the driver.
+    /// Whether this rank's inputs of the operation are what is missing: the driver was given the operation, but they are not there yet; or the driver
+    /// is not given the operation before the streams of the inputs can go on ([`Inputs::is_held_back`]). Does not call the driver.
     pub(crate) fn is_late(&self, number: u64) -> bool {
         if self.has_put(number) { !self.has_begun(number) } else { self.inputs.is_held_back(number) }
     }
@@ -379,7 +379,7 @@ impl PeerTx {
         Ok(PeerTx { ring, doorbell, ours, to, seen: 0, marked: [false; CELLS as usize] })
     }
 
-    /// Appends a command that posts a frame, with `is_marked` behind a record of `ready` on our stream. `beside`: a loan's two places and length.
+    /// Appends a command that posts a frame; if `is_marked`, it first records `ready` on our stream. `beside`: a loan's two places and its length.
     fn post_behind(&mut self, descriptor: Descriptor, is_marked: bool, beside: Option<[u64; 3]>) {
         let (frame, memory, doorbell) =
             (self.ring.claim(), self.ring.memory().clone(), self.doorbell.clone());
