@@ -142,7 +142,7 @@ impl Library for NcclLibrary {
     }
 }
 
-/// How long a waiting operation does not report an NCCL error that says only that CUDA has failed, so that the driver's own error comes first.
+/// For how long an operation holds back an NCCL error that says only that CUDA has failed, so that the driver's own error comes first.
 const DRIVER_FIRST: Duration = Duration::from_millis(200);
 
 /// One rank's end of a communicator of NCCL's.
@@ -152,10 +152,10 @@ struct NcclEnd {
     place: (Rank, usize),
     /// The rank's stream, kept until the communicator has ended: NCCL keeps its `CUstream`.
     stream: DeviceStream,
-    /// The streams of calls that may not be on their streams yet: threads of NCCL's put work there after the call has returned.
+    /// The streams of those calls whose work may not all be on the stream yet: threads of NCCL's put work there after a call has returned.
     streams: Arc<Mutex<Vec<DeviceStream>>>,
-    /// The communicator. A thread that uses it holds this lock during its call of NCCL, which may block as long as the driver does. A thread
-    /// that ends it first takes it out.
+    /// The communicator. A thread that uses it holds this lock during its call of NCCL, which may block as long as the driver does. A thread that
+    /// is to end the communicator takes it out first.
     comm: Arc<Mutex<Option<NcclComm>>>,
     is_aborted: AtomicBool,
     /// The copies of inputs that the last call reads, until all of that call is on the stream.
@@ -203,7 +203,8 @@ impl NcclEnd {
 
     /// What NCCL says of the communicator's state. The caller holds the communicator's lock, and has seen that the communicator is there.
     fn asked(&self, comm: NcclComm) -> Result<NcclResult, Error> {
-        // SAFETY: the caller has found the communicator under its lock, and holds the lock during the call. Who ends it takes it out under that lock.
+        // SAFETY: the caller has found the communicator under its lock, and holds the lock during the call. A thread that ends the communicator takes
+        // it out under that lock first.
         unsafe { self.library.0.async_error(comm) }.map_err(|error| {
             if error.code == NcclResult::UNHANDLED_CUDA_ERROR {
                 self.cuda_failed.get_or_init(Instant::now);
@@ -221,7 +222,7 @@ impl NcclEnd {
             _ if piece.tables.is_some() => 0,
             Kind::AllToAll if piece.is_in_place() => size * piece.count,
             Kind::ReduceScatter if call.scale.is_some() => size * piece.count,
-            // Of a rank that is not the root, the caller gets the buffer back as it was.
+            // On a rank that is not the root, the caller gets the buffer back with its old contents, so these are not scaled in place.
             Kind::Reduce if call.scale.is_some() && rank != call.root => piece.count,
             _ => 0,
         }
@@ -382,7 +383,7 @@ impl Whole for NcclEnd {
     unsafe fn submit(&self, mut call: WholeCall, stream: Option<&DeviceStream>) -> Result<(), Error> {
         let stream = stream.unwrap_or(&self.stream);
         let mut pieces = std::mem::take(&mut call.pieces);
-        // A piece without elements needs no call. In a collective in which each rank knows only its own counts, `count` does not tell that.
+        // A piece without elements needs no call. Where each rank may know only its own counts, `count` does not say whether there are elements.
         pieces.retain(|piece| piece.count > 0 || piece.tables.is_some() && !call.kind.reduces());
         for piece in &mut pieces {
             // SAFETY: the caller's promise.
@@ -451,7 +452,7 @@ impl Whole for NcclEnd {
         let (busy, streams) = (Busy::new(), (self.stream.clone(), self.streams.clone()));
         // The abort waits for the thread that is in a call of NCCL, and for NCCL's work on the device. So a new thread calls it.
         let abort = move || {
-            // The streams are dropped first.
+            // `streams` is dropped before `_busy`.
             let (_busy, streams) = (busy, streams);
             let Some(comm) = comm.lock().take() else { return };
             // SAFETY: taken out above, so nobody else has the communicator.

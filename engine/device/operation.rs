@@ -61,12 +61,12 @@ pub(crate) struct DeviceOp {
     streams: Vec<DeviceStream>,
     /// What becomes of the contents of the buffers that it writes.
     outputs: Vec<Arc<Fate>>,
-    /// The operations for which the buffers' streams waited at the call, as far as some of their work was on no stream then.
+    /// Those operations for which the buffers' streams waited at the call, and of which some work was on no stream then.
     behind: Vec<Weak<dyn Joined>>,
     /// Since when the operation is put off because of these ([`inputs_may_be_awaited`](Self::inputs_may_be_awaited)).
     held_since: OnceLock<Instant>,
-    /// If there were such operations at the call: the ranks' streams that are still to be made to wait for the buffers' streams. Way was made for that
-    /// (`make_way`), so that these streams hold up no collective if they have to wait before all is on streams.
+    /// If there were such operations at the call: the ranks' streams that are still to be made to wait for the buffers' streams. `make_way` has
+    /// seen to it at the call that they hold up no collective, even if they have to wait before all work of those operations is on streams.
     will_wait: Mutex<Vec<DeviceStream>>,
     /// The library that takes it whole, if one does.
     taken_by: Option<Arc<dyn Whole>>,
@@ -90,9 +90,9 @@ struct State {
     failed: bool,
     /// It has ended well.
     is_good: bool,
-    /// Somebody may still touch the buffers of the failed operation ([`DeviceOp::lose`]).
+    /// `Some`: the operation has failed, and somebody may still touch its buffers. What is in it says until when ([`DeviceOp::lose`]).
     lost: Option<Option<Vec<Arc<Lease>>>>,
-    /// How it ends, for buffers that are handed on before that. There once `join` has been called.
+    /// How it ends, for buffers that are handed on before it has ended. `Some` once `join` has been called.
     verdict: Option<Arc<Verdict>>,
 }
 
@@ -194,7 +194,7 @@ impl DeviceOp {
         &self.binding.ours.stream
     }
 
-    /// Called in the passes from its turn on, when what is put on the stream is its own work. Only the first call does anything.
+    /// Called in each pass once it is the operation's turn: from then on passes put its work on the stream. Only the first call does anything.
     ///
     /// # Errors
     /// There is no memory for what it needs beside its buffers.
@@ -214,7 +214,7 @@ impl DeviceOp {
         ours.commands.put(move || {
             let ours = &operation.binding.ours;
             if operation.input.is_some() {
-                // Whatever is put on a stream first will wait for the word. The driver is not called for that here, so it cannot block.
+                // The first work that is put on a stream is put behind a wait for the word. The driver is not called here, so it cannot block.
                 ours.takes(number);
                 return Ok(());
             }
@@ -361,12 +361,12 @@ impl DeviceOp {
         self.others(self.folds.lent_to).filter(|_| kept(Wait::Done)).chain([&self.binding.ours])
     }
 
-    /// Whether all that the rank's own stream does for it is there.
+    /// Whether all work of the rank's own stream for it has been put on that stream.
     pub(crate) fn is_put(&self) -> bool {
         self.binding.ours.is_put_over(self.number())
     }
 
-    /// Of the ranks whose streams touch its buffers: those whose streams are not done with it, each with whether all of its work is there.
+    /// Of the ranks whose streams touch its buffers: those whose streams are not done with it, each with whether all its work has been put there.
     pub(crate) fn at_work(&self) -> Vec<(Rank, bool)> {
         let (ours, number) = (&self.binding.ours, self.number());
         if self.is_for_all() {
@@ -386,7 +386,7 @@ impl DeviceOp {
         }
     }
 
-    /// Whether these streams have come to its end, as words (or, without words, the driver) have said.
+    /// Whether the streams that touch its buffers have come to its end, as words (or, without words, the driver) have said.
     fn has_ended(&self) -> bool {
         let (ours, number) = (&self.binding.ours, self.number());
         match self.is_for_all() {
@@ -437,19 +437,22 @@ impl DeviceOp {
         self.binding.ours.shows(self.start()) || self.binding.ours.is_told_begun(self.number())
     }
 
-    /// Whether the driver has taken its first work: the waits for this rank's inputs, unless these have a word of their own. Calls no driver.
+    /// Whether the driver has taken its first work, the waits for this rank's inputs. If the caller's stream writes a word for the inputs, there is
+    /// no such work, and the answer is yes once the command of [`begin`](Self::begin) is carried out. Calls no driver.
     pub(crate) fn is_taken(&self) -> bool {
         self.binding.ours.has_put(self.number())
     }
 
-    /// Whether the ranks in other processes have all called it, and this rank's inputs are missing though its first work [is taken](Self::is_taken).
-    /// Work that the driver does not take although nothing on the rank's stream waits for inputs is the driver's fault: then the answer is no.
+    /// Whether all ranks have called it, and it waits for this rank's inputs. If all ranks are in this process: whether the rank's stream must not
+    /// wait for the inputs yet. Else: whether the inputs are missing, or, if the driver has not taken the first work, those of the operation before.
+    /// If the driver does not take it although nothing on the rank's stream waits for inputs, that is the driver's fault: then the answer is no.
     pub(crate) fn lacks_inputs(&self) -> bool {
         if self.waits_for_its_inputs_alone() {
             return true;
         }
         let Some(far) = &self.binding.far else { return false };
-        // The loans are given back once the command for the kernel is appended. When that is carried out, `waits_for_all` tells the same.
+        // Once the command for the kernel is appended, the loans are given back, and `all_have_lent` says no. `waits_for_all` is set when that
+        // command is carried out.
         let all_have_called = far.all_have_lent() || self.waits_for_all.load(Ordering::Relaxed);
         all_have_called && if self.is_taken() { !self.has_inputs() } else { self.is_behind_inputs() }
     }
@@ -473,7 +476,7 @@ impl DeviceOp {
     }
 
     /// Makes `waiter.rs` watch the end of the operation on its [`line`](Self::line). `then` is called when the driver reports a failure there or that
-    /// the stream has come to the end; if a word has said that before, `then` may be left out.
+    /// the stream has come to the end. If a word has already said that the stream has come to the end, `then` may never be called.
     pub(crate) fn watch(self: &Arc<Self>, then: impl FnOnce() + Send + 'static) {
         let (operation, ours, number) = (self.clone(), self.binding.ours.clone(), self.number());
         let told = move |result: Result<(), Error>| {
@@ -513,7 +516,7 @@ impl DeviceOp {
         self.streams.iter().chain([stream]).any(|stream| stream == self.stream() || stream == self.line())
     }
 
-    /// Sees to it that a stream, and those of the buffers, can wait for work that is not on the rank's stream yet without holding that work up.
+    /// Sees to it that `stream` and the buffers' streams, if they wait for work that is not on the rank's stream yet, do not hold that work up.
     /// `false`: they might hold it up. After `true` the caller calls [`waits_now`](Self::waits_now).
     pub(crate) fn make_way(&self, stream: &DeviceStream) -> bool {
         self.binding.ours.make_way(self.streams.iter().chain([stream]), self.needs_copies())

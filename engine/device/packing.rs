@@ -167,7 +167,7 @@ unsafe fn put(
     stream.load([launch.kernel].into_iter())?;
     // SAFETY: the caller owns the segments, and promises their order and that none overlap; none reaches beyond the contiguous buffer
     // (`Packing::parts` checks it). The table was filled in the order of the contiguous buffer's stream. `stream` is that stream, or waits
-    // for it; then the caller makes that stream wait for this kernel before the table's memory goes back to the pool.
+    // for it; if it waits, the caller makes the buffer's stream wait for this kernel before the table's memory goes back to the pool.
     unsafe { stream.launch(DOING, &launch) }
 }
 

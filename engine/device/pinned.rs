@@ -81,7 +81,7 @@ impl Drop for Pinned {
     fn drop(&mut self) {
         let (Some(at), context) = (self.start, self.context.clone()) else { return };
         later(Duration::ZERO, move || {
-            // SAFETY: allocated in `zeroed`, and freed once. Whatever the device does with the memory holds the buffer meanwhile.
+            // SAFETY: allocated in `zeroed`, and freed once. Whatever has a device use the memory owns the buffer until the device is done with it.
             let free = |cuda: &Cuda| unsafe { cuda.mem_free_host(std::ptr::with_exposed_provenance_mut(at)) };
             context.close("unpin host memory", free);
         });

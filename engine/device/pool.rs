@@ -51,19 +51,19 @@ fn up(bytes: u64, to: u64) -> Option<u64> {
 /// memory, it can be sure that no other thread is about to bring some.
 type Turn<'a> = MutexGuard<'a, ()>;
 
-/// How long a caller has waited for memory that may not come before the caller, or another one, goes on.
+/// For how long a caller has waited while it looked as if memory became free only after the caller itself, or another one, had gone on.
 #[derive(Default)]
 struct Patience {
-    /// Since when a stream of the device waits and nothing has become free; `None`: when last looked, it was not so.
+    /// Since when a stream of the device waits and nothing has become free; `None`: at the last look that was not so.
     since: Option<Instant>,
-    /// How many pieces had become free by then.
+    /// How many pieces had become free by the last look.
     released: u64,
 }
 
 impl Patience {
     fn is_over(&mut self, context: &Context) -> bool {
         let released = context.pool.lock().released;
-        // If the lock is taken, its holder may be about to make a stream wait: then this is as when last looked.
+        // If the lock is taken, its holder may be about to make a stream wait: then the answer of the last look still counts.
         let waits = context.ways.try_lock().map(|mut ways| !ways.is_quiet());
         if std::mem::replace(&mut self.released, released) != released || waits == Some(false) {
             self.since = None;
@@ -110,8 +110,8 @@ impl Context {
                 }
                 pool.freed
             };
-            // All pending pieces together may be enough. The caller waits for streams only here, where it would be refused otherwise. Others
-            // have the turn meanwhile: these streams may wait for an operation for which one of them needs memory, or is to be refused it.
+            // All pending pieces together may be enough. The caller waits for streams only here, where it would be refused otherwise. Others may take
+            // the turn meanwhile: these streams may wait for an operation for which another thread needs memory, or has to hear that there is none.
             drop(turn);
             while self.pool.lock().is_pending(self, freed)? {
                 std::thread::sleep(PAUSE);

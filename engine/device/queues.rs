@@ -353,8 +353,8 @@ impl Probe {
         }
     }
 
-    /// Which of `ways` do new work while all of `waits` wait. Returns when the first of `ways` has answered, [`PATIENCE`] or longer after
-    /// another one did, or after [`LOOK`] without any answer. `known`: which of `ways` are already known to go on.
+    /// Which of `ways` do new work while all of `waits` wait. Returns as soon as `ways[0]` has answered; otherwise [`PATIENCE`] or longer after
+    /// another one has, or after [`LOOK`] without any answer. `known`: which of `ways` are already known to go on.
     fn ask(
         &mut self,
         context: &Arc<Context>,

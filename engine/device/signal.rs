@@ -349,7 +349,7 @@ impl Drop for DeviceSignal {
 
 impl DeviceStream {
     /// Puts these waits for words and writes of words on the stream, in the order of the list: with few calls of the driver, if it takes lists.
-    /// After an error the first of them may be on the stream.
+    /// After an error some of them, from the first one on, may be on the stream.
     pub(crate) fn put_words(&self, doing: &str, all: &mut [CuStreamMemOp]) -> Result<(), Error> {
         if all.is_empty() {
             return Ok(());

@@ -206,7 +206,7 @@ pub(crate) fn watch_stream(
     });
 }
 
-/// The outcome of the wait for an event about which the driver has given this error, or none: then the event is reached. May block.
+/// The outcome of the wait for `event`. `error`: what the driver has reported about the event; `None`: the event is reached. May block.
 fn settle(event: &DeviceEvent, error: Option<Error>) -> Outcome {
     match error {
         None => Outcome::Reached,

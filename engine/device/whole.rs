@@ -133,8 +133,8 @@ pub(crate) enum Standing {
 
 /// One rank's end of a library's own communicator: for NCCL, an `ncclComm_t`.
 ///
-/// One thread at a time calls `submit`, `exchange` and `poll`: once the end is made, and for device memory, the one that carries the communicator's
-/// commands out. They, and `get_ready`, may block as long as the driver does. The others do not block.
+/// One thread at a time calls `submit`, `exchange` and `poll`. For device memory, once the end is made, it is the thread that carries the
+/// communicator's commands out. These functions, and `get_ready`, may block as long as the driver does. The others do not block.
 /// [`check`](Witness::check) tells any thread whether the library has failed, at anything; while another thread is in a call of the library it
 /// may say `Ok`, and that thread then hears of the failure. After an abort the library counts as failed.
 pub(crate) trait Whole: Witness {

@@ -33,8 +33,8 @@
 //! never fused. The small floats, `f16`, `bf16`, `f8e4m3` and `f8e5m2`, are widened to
 //! `f32`, computed there across all operands of one call, and rounded once at the end, to
 //! nearest even; subnormals are kept. An average is the sum; when the average is finished, the
-//! sum is divided by the divisor. The type that the sum was computed in is also that of the
-//! divisor and of the division. Small floats are divided before they are rounded that one time.
+//! sum is divided by the divisor. The divisor has the type in which the sum was computed, and
+//! the division is done in that type. Small floats are divided before they are rounded that one time.
 //!
 //! **Overflow.** A result too large for its type is an infinity. `f8e4m3` has no infinity: a
 //! result that would round to more than 448 is NaN there. This is OCP's non-saturating

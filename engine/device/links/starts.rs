@@ -4,7 +4,8 @@ use parking_lot::Mutex;
 
 use crate::device::signal::Word;
 
-/// For how many of its operations a rank remembers the [`Start`]: for more than may be on its stream at a time (`exec/endpoint/ending.rs`).
+/// A rank remembers the [`Start`]s of this many operations, the last ones: of more than may be on its stream at a time
+/// (`exec/endpoint/ending.rs`).
 const STARTS: usize = 2048;
 
 /// What a word that counts operations shows from operation `number` on. These values wrap, and are compared modulo 2^32.
@@ -22,12 +23,12 @@ pub(crate) enum Start {
 }
 
 impl Start {
-    /// For an operation of which the rank's own stream says that the inputs are there.
+    /// For operation `number`, if it is the rank's own stream that says that the inputs are there.
     pub(crate) fn of(number: u64) -> Start {
         Start::Begun(value(number))
     }
 
-    /// The word, and the value that it shows then.
+    /// The word, and the value that it shows once the inputs are there.
     pub(super) fn word(self) -> (Word, u32) {
         match self {
             Start::Input(value) => (Word::Input, value),

@@ -4,7 +4,8 @@
 //! only the peer's writes to that page, and only this rank's waits for what is written there. So whatever becomes of the peer, this rank's
 //! host can end every such wait of its own stream by stores to its own memory ([`Inbox::release`]).
 //!
-//! Frames are counted modulo 2^32. Both streams come to the frames in the order in which they were posted, so a count covers all before it.
+//! Frames are counted modulo 2^32. Both streams come to the frames in the order in which they were posted, so a word that counts a frame counts all
+//! earlier frames, too.
 
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -168,7 +169,7 @@ impl Inbox {
         stream.wait_word(&self.words, word, value)
     }
 
-    /// Whether the word shows `value` or more, whether the peer's stream has written that or [`release`](Self::release).
+    /// Whether the word shows `value` or more, which the peer's stream or [`release`](Self::release) may have written.
     pub(super) fn shows(&self, word: usize, value: u32) -> bool {
         self.words.shows(word, value)
     }

@@ -152,8 +152,8 @@ impl Binding {
         self.far.is_none() && self.whole.is_none()
     }
 
-    /// For a communicator that has failed: goes on with its end, and says whether devices may still touch its memory out of the order of its
-    /// buffers' streams. `since`: for how long it has been ending.
+    /// For a communicator that has failed: goes on with ending it, and says whether devices may still touch its memory out of the order of its
+    /// buffers' streams. `since`: for how long the communicator has been ending.
     pub(crate) fn is_touched(self: &Arc<Self>, since: Duration) -> bool {
         if !self.leaving.has_begun.swap(true, Ordering::AcqRel) {
             let binding = self.clone();

@@ -26,7 +26,7 @@ pub(crate) struct Folds {
     pub(super) lent_by: u64,
 }
 
-/// Names all ranks, also of a communicator of more than 64, of which no part is folded.
+/// Bits that name all ranks, also in a communicator of more than 64 ranks, where no part is folded.
 pub(super) const ALL: u64 = u64::MAX;
 
 /// Whether these bits name this rank.

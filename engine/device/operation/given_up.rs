@@ -19,7 +19,7 @@ impl DeviceOp {
             }
             state.verdict.clone()
         };
-        // Nobody waits any longer until all of its work is on streams.
+        // Wakes those who wait until all of its work is on streams: they need not wait for that any more.
         self.binding.ours.inputs.wake(&self.binding.ours.commands);
         let leaving = &self.binding.leaving;
         if let Some(verdict) = verdict {

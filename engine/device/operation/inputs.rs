@@ -3,10 +3,11 @@
 //! Where ranks share a device, their callers' streams share its hardware queues. Suppose that one rank *joins* a stream with an operation (makes
 //! the stream wait for it), and another rank, which has not called the operation yet, makes its input on a stream in the same queue. Then the input
 //! comes only after the wait, and the wait ends only after the input: neither goes on. So a rank that joins before all have called first asks which
-//! streams share a queue (`queues/pairs.rs`); if its streams share one with theirs, it waits on the host for the calls. Where that cannot be known
-//! beforehand, because a rank has not called anything yet or later uses another stream, that rank's call finds the fault. Then the communicator ends
-//! with an error that names the rule: at once, or after [`PATIENCE`] where it is not certain that two streams share a queue. The communicator also
-//! ends if a join waits on the host for a call that, as far as is known, the waiting thread itself would have to make, or a thread that waits for it.
+//! streams share a queue (`queues/pairs.rs`); if one of its streams shares a queue with a stream of a rank that has not called, it waits on the host
+//! for that call. Where that cannot be known beforehand, because a rank has not called anything yet or later uses another stream, that rank's call
+//! finds that its input is held up. Then the communicator ends with an error that names the rule: at once, or after [`PATIENCE`] where it is not
+//! certain that two streams share a queue. The communicator also ends if a join waits on the host for a call that, as far as is known, the waiting
+//! thread itself would have to make, or a thread that waits for it.
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
@@ -25,11 +26,11 @@ use crate::device::stream::DeviceStream;
 use crate::error::Error;
 use crate::types::Rank;
 
-/// How long ranks that have no known stream, and seem to have made none yet, get to make one before another rank's stream waits.
+/// Before a rank makes its stream wait, other ranks that have no known stream, and seem to have made none yet, get this long to make one.
 const SOON: Duration = Duration::from_millis(500);
 /// How long a join waits for calls that, as far as is known, its own thread would have to make. Another thread may make them meanwhile.
 const GRACE: Duration = Duration::from_millis(500);
-/// How long an operation is put off at most until all work is on streams of those that its inputs' streams wait for.
+/// An operation whose inputs' streams wait for other operations is put off until all work of those is on streams, but at most for this long.
 const HOLD: Duration = Duration::from_millis(500);
 /// How long an input may take to come if a stream that waits for the input's own operation may hold it up.
 const PATIENCE: Duration = Duration::from_secs(1);
@@ -111,8 +112,8 @@ impl Drop for Blocked {
     }
 }
 
-/// Whether, as far as is known, the rank of `device` cannot call before this thread goes on: the rank was last called (or, before its first call,
-/// bound) on this thread, or on a thread that waits in a join for the call of a rank of which the same is true.
+/// Whether, as far as is known, the rank of `device` cannot call before this thread goes on: the rank's last call (or, before its first call, its
+/// binding) was made on this thread, or on a thread that waits in a join for the call of a rank of which the same is true.
 fn leads_here(device: &PeerDevice) -> bool {
     let (here, waiting) = (std::thread::current().id(), WAITING.lock().clone());
     let (mut seen, mut to_see) = (Vec::new(), vec![device.inputs.thread()]);
@@ -165,8 +166,8 @@ impl DeviceOp {
 
     /// Whether the rank's stream may be made to wait for this operation's inputs now. If a stream shares a hardware queue with that wait, what is put on it
     /// later is stuck behind the wait: work of earlier operations, or the input of another rank. So two sorts of work must be on streams first. One is
-    /// all work of the operations, of any communicator, for which the inputs' streams waited at the call. The other counts where another rank's stream
-    /// waits for the end of an earlier operation and may hold up the inputs: it is that other rank's work for the earlier operation. After `false`,
+    /// all work of the operations, of any communicator, for which the inputs' streams waited at the call. The other matters only where another rank's
+    /// stream waits for the end of an earlier operation and may hold up the inputs: it is that rank's work for the earlier operation. After `false`,
     /// whoever drives this rank is woken when more of this work is on a stream.
     pub(crate) fn may_begin(&self) -> bool {
         if self.has_begun.load(Ordering::Acquire) {
@@ -299,8 +300,8 @@ impl DeviceOp {
         })
     }
 
-    /// Whether some rank may first need copies between host and device: one that shares this device, has not called the operation, and was last called
-    /// on another thread.
+    /// Whether some rank may need copies between host and device before it calls: one that shares this device, has not called the operation, and
+    /// made its last call on another thread.
     pub(crate) fn needs_copies(&self) -> bool {
         let here = std::thread::current().id();
         self.uncalled()

@@ -1,7 +1,7 @@
 //! Operations that one launch folds for all ranks of a communicator. The ranks are all in this process, and share a device.
 //!
 //! Each rank arrives at the operation (`arrivals.rs`). The last rank to arrive puts three things on rank 0's stream: waits for the inputs
-//! of all ranks, a kernel that folds all of their inputs into all of their outputs, and a write to a word in each rank's page, which says
+//! of all ranks, a kernel that folds all of their inputs into all of their outputs, and a write of one of each rank's words, which says
 //! that the operation is over. All such launches of a communicator go to rank 0's stream, whichever rank puts them there. So none needs a
 //! wait for the one before, and a stream that joins an operation before all ranks have called it knows which word will tell it of the end.
 //! The ranks' own streams do two things at most for the operation: each scales its rank's input first, if the operation scales inputs, and it
@@ -49,7 +49,7 @@ impl Binding {
 
     /// Those of rank 0's stream and this rank's own that will wait for this rank's inputs of an operation: rank 0's if one launch may fold the
     /// operation for all ranks, and this rank's own if that launch is impossible, if the own stream scales the input first, or if no word of the
-    /// caller's stream stands for the inputs (`has_input`): then the own stream waits for them to write [`Word::Begun`].
+    /// caller's stream stands for the inputs (`has_input`): then the own stream waits for the inputs, and writes [`Word::Begun`].
     pub(super) fn work_on(&self, folds: &Folds, has_input: bool) -> Vec<DeviceStream> {
         let leader = self.leader.as_ref().filter(|_| folds.may_be_for_all).map(|leader| &leader.stream);
         let waits_first = folds.own_work_is_lent || !has_input;

@@ -3,8 +3,8 @@
 //!
 //! Callers' streams cannot be moved to another queue. So the device is only asked about each pair, until an answer is known, in the same way as
 //! about streams of ours (`queues.rs`): one stream waits for a word that the host writes, and the others are each told to write a word. A stream
-//! whose word comes only when the host has let the first stream go on counts as held up by that stream. A stream whose word does not come soon
-//! after that has other work to do, and nothing is known of it.
+//! whose word comes only when the host has let the first stream go on counts as held up by that stream. If a stream's word does not come soon
+//! after that either, the stream has other work to do, and nothing is known of it.
 
 use std::sync::Arc;
 use std::time::Instant;

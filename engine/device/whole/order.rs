@@ -9,7 +9,7 @@
 //!   deadline ends the wait. Messages do not queue: sender and receiver of each find each other on the host, in any order.
 //! - When all ranks of an operation have called it, they agree on a time ([`Turn`]): each rank names a time that is later than all times its
 //!   device knows of, and the latest of the named times counts. A device launches the operation with the earliest time, once no other operation
-//!   can get an earlier one. Since all ranks have called by then, they soon agree on a time that was named. This is Skeen's total order (Birman
+//!   can get an earlier one. All ranks have called by then, so they agree soon after they have named times. This is Skeen's total order (Birman
 //!   and Joseph, "Reliable communication in the presence of failures", ACM TOCS 5(1), 1987).
 //!
 //! Streams of one device may start their work in any order. So an operation that is launched also waits, on the device, for the end of the

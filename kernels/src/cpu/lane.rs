@@ -48,7 +48,7 @@ macro_rules! integer_lanes {
 }
 
 // For integers of up to 32 bits the truncated quotient of `f64`s is exact: a quotient that is
-// no integer differs from the nearest one by at least one part in 2^32, which is more than
+// no integer differs from the nearest integer by at least one part in 2^32, which is more than
 // `f64` rounds by. Unlike integer division, the division of `f64`s vectorises.
 integer_lanes!(
     i8 through f64, i16 through f64, i32 through f64, i64 through i64,
