@@ -170,8 +170,8 @@ impl Default for Job {
 
 /// Runs a job of this host to its end, and again if it has failed and may be started anew. The exit code is 128 + signal if SIGINT,
 /// SIGTERM or SIGHUP has ended the job: then ranks that still run after [`Policy::kill_after`] are killed. Else it is the first code other
-/// than 0 with which a rank exited by itself; with [`OnFailure::Keep`], the greatest code with which one did, also 0. If there is none, it
-/// is 128 + the signal that killed a rank first.
+/// than 0 with which a rank exited by itself; with [`OnFailure::Keep`], the greatest code with which one did, even if that is 0. If there is none,
+/// it is 128 + the signal that was the first to kill a rank.
 ///
 /// # Errors
 /// The ranks could not be started; those that were are stopped.

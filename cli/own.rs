@@ -20,7 +20,7 @@ struct Start {
 
 static START: OnceLock<Start> = OnceLock::new();
 
-/// Notes how this command was started. If it is called more than once in a process, the first call counts.
+/// Notes how this command was started. If this function is called more than once in a process, the first call counts.
 pub(crate) fn was_started(words: Vec<OsString>, arguments: Vec<OsString>) {
     let _ = START.set(Start { words, arguments });
 }

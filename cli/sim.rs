@@ -74,7 +74,7 @@ struct Row {
     ranks: usize,
     bytes: u64,
     seconds: f64,
-    /// Bytes a second, and `busbw`: the same times nccl-tests' factor, for comparison with a port's bandwidth.
+    /// Bytes a second. `busbw` is `algbw` multiplied by nccl-tests' factor, for comparison with a port's bandwidth.
     algbw: f64,
     busbw: f64,
     frames: u64,

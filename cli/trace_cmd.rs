@@ -79,7 +79,7 @@ struct Recording {
     comms: Vec<CommRecord>,
 }
 
-/// The offset to add to a host's times for times by rank 0's clock, the offset's possible error, and when it was found (by the host's clock).
+/// The offset to add to a host's times to get times by rank 0's clock, the offset's possible error, and when it was found (by the host's clock).
 #[derive(Clone, Debug, Deserialize)]
 struct Clock {
     offset_us: f64,
@@ -571,7 +571,7 @@ fn progress(
         last.entry(number).or_default().push(*rank);
     }
     for (number, behind) in last.into_iter().filter(|(number, _)| *number != Some(newest)) {
-        // The first operation after the last one of these ranks that anybody called.
+        // The first operation that anybody called after the last one that these ranks called.
         let next = calls.range(number.map_or(0, |number| number + 1)..).next();
         let Some((next, by_rank)) = next else { continue };
         let call = by_rank.values().next().map(|operation| operation.call.as_str()).unwrap_or_default();

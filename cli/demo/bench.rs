@@ -28,7 +28,7 @@ pub(crate) fn all_reduce_times(comm: &mut Comm) -> Result<Vec<Row>, BoxError> {
 }
 
 /// The rows as lines of text. `algbw` is size over time. `busbw` is `algbw` times 2(n-1)/n for n ranks: with the best algorithm,
-/// each rank sends so many times the vector's size.
+/// each rank sends 2(n-1)/n times the vector's size.
 pub(crate) fn table(rows: &[Row]) -> Vec<String> {
     let head = format!("{:>8} {:>12} {:>12} {:>12}", "size", "median us", "algbw GB/s", "busbw GB/s");
     let lines = rows.iter().map(|Row { bytes, time }| {

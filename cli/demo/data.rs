@@ -93,7 +93,7 @@ fn parse_line(line: &str) -> Result<Digit, Problem> {
     Ok(Digit { pixels, label })
 }
 
-/// How dark the pixel is that this digit to the base 17 stands for, from 0 to 1. `None`: it is no such digit.
+/// How dark a pixel is, from 0 to 1, by its digit in base 17. `None`: `c` is no such digit.
 fn brightness(c: char) -> Option<f32> {
     let level = c.to_digit(u32::from(DARKEST) + 1)?;
     let level = u8::try_from(level).ok()?;

@@ -61,7 +61,7 @@ impl Mlp {
         params
     }
 
-    /// Adds the gradient of the loss of every example to `grads` (as long as `params`).
+    /// Adds the gradient of the loss of every example to `grads`, which has the length of `params`.
     pub(crate) fn add_gradient<'a>(
         &self,
         params: &[f32],

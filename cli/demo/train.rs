@@ -75,9 +75,9 @@ pub(crate) enum Event {
 pub(crate) struct Epoch {
     /// Its number, from 1.
     pub(crate) number: usize,
-    /// Mean loss of the training rows, each seen with the weights of its step.
+    /// Mean loss of the training rows, each with the weights at the start of the step that used it.
     pub(crate) loss: f32,
-    /// Share of the training rows classified correctly, likewise.
+    /// Share of the training rows classified correctly, with the same weights as for `loss`.
     pub(crate) train_accuracy: f32,
     /// Share of the test rows classified correctly with the weights at the end of the epoch.
     pub(crate) test_accuracy: f32,

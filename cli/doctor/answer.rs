@@ -160,7 +160,7 @@ pub(crate) fn tell_answer(answer: &Result<Answer, Problem>) {
     }
 }
 
-/// The median (of an even number, the greater of the two in the middle); 0 if there are no figures.
+/// The median (of an even number of figures, the greater of the two in the middle); 0 if there are no figures.
 pub(crate) fn median(figures: &mut [f64]) -> f64 {
     figures.sort_by(f64::total_cmp);
     figures.get(figures.len() / 2).copied().unwrap_or_default()

@@ -13,7 +13,7 @@ use super::driver::{Aside, Gate, Gpu, Problem, Stream, Word, code, problem, soon
 /// How many streams of the usual priority are made, and how many of the highest.
 const STREAMS: usize = 40;
 const URGENT: usize = 12;
-/// When no further stream has come to its work for so long, those that have not come to theirs count as held up.
+/// If no further stream comes to its work within this time, the streams that have not come to theirs count as held up.
 const QUIET: Duration = Duration::from_millis(8);
 /// As [`QUIET`], for the tries by which queues are counted. On a busy host a stream may be late though nothing holds it up: so this time is
 /// longer, and each of these tries is made twice.
@@ -80,8 +80,8 @@ pub(crate) fn queues(gpu: &'static Gpu) -> Result<Answer, Problem> {
     let is_urgent = |i: usize| i >= STREAMS;
     let start = Instant::now();
     let mut rows: Vec<(usize, Vec<bool>)> = Vec::new();
-    // First blocks one stream of each queue, as far as time allows: a stream that none of the blocked streams of its priority has held up is in a
-    // queue of which no stream was blocked yet.
+    // First blocks one stream of each queue, as far as time allows: if no blocked stream of a stream's own priority has held that stream up,
+    // no stream of its queue was blocked yet.
     for urgent in [false, true] {
         for i in (0..ALL).filter(|i| is_urgent(*i) == urgent) {
             let known = rows.iter().any(|(by, held)| is_urgent(*by) == urgent && held[i]);
@@ -138,7 +138,7 @@ pub(crate) fn stream_beside(waiting: &Stream, gate: &Gate, round: u32) -> Result
     Ok(found.and_then(|found| streams.into_iter().nth(found)))
 }
 
-/// The most calls that put work on a waiting stream (`MOST`), and how long launches are put on one at most (`FILLING`).
+/// The most calls that put work on a waiting stream (`MOST`), and the longest time for which launches are put on it (`FILLING`).
 const MOST: u32 = 20_000;
 const FILLING: Duration = Duration::from_millis(1000);
 /// An enqueueing call that does not return for so long counts as blocked.
@@ -276,7 +276,7 @@ pub(crate) fn depth(gpu: &'static Gpu) -> Result<Answer, Problem> {
     Ok(Answer::new(format!("{} launches", launches.told()), remark).with_all(figures))
 }
 
-/// Enters the context and leaves it, as the engine does around its calls, unless the thread keeps the context entered.
+/// Enters the context and leaves it. The engine does so around its calls on threads that do not keep the context entered.
 fn enter_and_leave(gpu: &Gpu) -> Result<(), CudaError> {
     gpu.enter()?;
     // SAFETY: pops what was just pushed on this thread.

@@ -112,7 +112,7 @@ const CALLS: [(&str, Prepare); 15] = [
     }),
     ("a copy from pageable memory on another stream", |gpu, other, _| {
         let (from, to) = (Host::pageable(), gpu.memory(HOST_MEMORY)?);
-        // SAFETY: both are as long, and stay until the process ends.
+        // SAFETY: both have at least `HOST_MEMORY` bytes, and stay until the process ends.
         call(move || unsafe { gpu.cuda.memcpy_htod_async(to.at, from.at(), HOST_MEMORY, other.raw()) })
     }),
     ("cuIpcGetMemHandle", |gpu, _, _| {

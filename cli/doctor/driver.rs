@@ -1,7 +1,7 @@
 //! What probes need of the CUDA driver. It is called directly, without any code of the engine's.
 //!
-//! A probe is a process that ends with its answer. So nobody frees contexts and words, or joins threads that may never return from the
-//! driver, before the process ends: that could wait for the very stream that a probe has blocked.
+//! A probe is a process that ends with its answer. It never frees contexts and words, and never joins threads that may not return from the
+//! driver: freeing or joining could wait for the very stream that the probe has blocked.
 
 use std::ffi::{CString, c_int, c_uint, c_void};
 use std::os::fd::BorrowedFd;

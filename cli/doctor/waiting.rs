@@ -110,8 +110,8 @@ fn call_back(stream: &Stream) -> Result<Receiver<Instant>, CudaError> {
     Ok(receiver)
 }
 
-/// A stream that waits for `gate`, runs a kernel, and then writes `bell`. It serves to measure how much later than by `bell` the host learns of
-/// the kernel's end by other means, such as an event.
+/// A stream that waits for `gate`, runs a kernel, and then writes `bell`. It serves to measure how much later the host learns of the kernel's
+/// end by other means, such as an event, than by `bell`.
 struct Ending {
     stream: Stream,
     gate: Gate,

@@ -4,7 +4,7 @@
 //! It is this command again (`allstream run --agent`), started through ssh, or directly on the launcher's own host.
 //! Its order comes as one line on stdin, so that neither the secret nor the user's program and arguments stand in a
 //! command line. After it, a line `signal TERM` hands that signal to the ranks, and a line `stdin 5` says that the next five bytes are for
-//! the stdin of the ranks that have one (`stdin 0` is the end of theirs). When the agent's stdin ends, it kills the ranks: the system closes
+//! the stdin of the ranks that have one (`stdin 0` ends their stdin). When the agent's stdin ends, it kills the ranks: the system closes
 //! that stdin however the launcher ends. On stdout the agent writes one line as a greeting, and then the ranks' output.
 
 use crate::Exit;

@@ -1,6 +1,6 @@
 //! A cgroup (version 2) for the ranks of a job, below the launcher's own: whatever a rank starts is in it, also what leaves the rank's session
 //! and takes the job's mark out of its environment. Only some users may make one: root (in a container, if its cgroups are not read-only),
-//! and users to whom their systemd has delegated theirs. Everywhere else sessions and marks are what there is (`processes.rs`).
+//! and users to whom their systemd has delegated theirs. Everywhere else a job's processes are found by sessions and marks alone (`processes.rs`).
 //!
 //! The launcher's own cgroup keeps its limits, which hold for the ranks as well: no controller is enabled for the new one.
 
@@ -210,7 +210,7 @@ mod tests {
         Some((cgroup, sleepers))
     }
 
-    /// As a daemon that a rank has started, and that made a cgroup for itself.
+    /// The sleepers stand for a daemon that a rank has started, and that has made a cgroup for itself.
     #[test]
     fn processes_that_outlive_the_job_leave_its_cgroup_also_from_cgroups_below() {
         let Some((cgroup, mut sleepers)) = with_sleepers("leave") else { return };

@@ -1,7 +1,7 @@
 //! The guard: a process beside the launcher. If the launcher dies, the guard kills what the launcher leaves behind.
 //!
-//! When the launcher dies, the system kills the process that the launcher started for each rank, but nothing that this process has started:
-//! where it is a shell, the rank itself lives on. The guard is this command again (`allstream run --guard`), in a session of its own and with
+//! When the launcher dies, the system kills the process that the launcher started for each rank, but nothing that such a process has started:
+//! where it is a shell, the user's program lives on. The guard is this command again (`allstream run --guard`), in a session of its own and with
 //! no environment variables. The launcher tells the guard on stdin what belongs to the job. If stdin ends without a `done` before, the
 //! launcher has died.
 

@@ -115,8 +115,8 @@ fn merged(hosts: Vec<Host>) -> Vec<Host> {
     all
 }
 
-/// Which ranks each host gets: the hosts are filled in their order, with `ranks` ranks, or with as many as there are slots. A host that
-/// gets no rank is left out.
+/// Which ranks each host gets: the hosts are filled in their order, with `ranks` ranks in all (`None`: as many as there are slots). A host
+/// that gets no rank is left out.
 pub(crate) fn placed(hosts: &[Host], ranks: Option<usize>) -> Result<Vec<(Host, Range<usize>)>, String> {
     let slots = hosts.iter().fold(0usize, |sum, host| sum.saturating_add(host.slots));
     let ranks = ranks.unwrap_or(slots);

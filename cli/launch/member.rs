@@ -112,7 +112,7 @@ impl Member {
         }
     }
 
-    /// How the member ended. An agent exits with the code that its ranks have come to; if the connection ends before, ssh exits with its own.
+    /// How the member ended. An agent exits with the code that its ranks have come to; if the connection ends before, ssh exits with `SSH_ENDED`.
     pub(super) fn end(&self, status: ExitStatus) -> End {
         match (status.code(), &self.kind) {
             (Some(code), Kind::Agent(_)) if code == SSH_ENDED || code > 128 => End::Lost(code),

@@ -20,7 +20,7 @@ const READ_AT_ONCE: usize = 64 << 10;
 /// A line without an end is shown when nothing has been added to it for so long. An agent holds it back for that time, and the
 /// launcher again: together for less than a second.
 const QUIET: Duration = Duration::from_millis(400);
-/// It is also shown when its first byte is this old, even if bytes are added all the time.
+/// A line without an end is also shown when its first byte is this old, even if bytes are added all the time.
 const OLD: Duration = Duration::from_millis(800);
 /// A line of this length is no prompt: it is not shown before its end has come.
 const LONGEST_PROMPT: usize = 16 << 10;
@@ -72,7 +72,7 @@ impl Stream {
         Self { prefix, log, without_stdin, ..Self::bare(source) }
     }
 
-    /// A stream of the agent on `host`, which has put the ranks' names before their lines, if they are wanted. Lines before
+    /// A stream of the agent on `host`. The agent has already put the ranks' names before their lines, if the user wants the names. Lines before
     /// the greeting (if one is to come) are not a rank's, but a login shell's: the host's name is put before them.
     pub(super) fn agent(host: &str, source: Source, whole_lines: bool, greeting: Option<Greeting>) -> Self {
         let prefix = greeting.as_ref().map(|_| format!("[{host}] ").into_bytes()).unwrap_or_default();

@@ -112,7 +112,7 @@ impl Queue {
         !is_closed
     }
 
-    /// The same without waiting: if more than `most` bytes are queued, the end is queued in place of the piece, and this returns `false`.
+    /// As `push`, but does not wait: if more than `most` bytes are queued, the end is queued in place of the piece, and this returns `false`.
     pub(super) fn push_now(&self, piece: &[u8]) -> bool {
         let state = lock(&self.state);
         let fits = state.bytes <= self.most || state.has_ended || state.is_closed;

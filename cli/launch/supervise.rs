@@ -107,7 +107,7 @@ pub(super) struct Ended {
 struct Codes {
     /// A signal to this process that ended the job.
     signal: Option<i32>,
-    /// Such a signal has come at any time: the job is not to be started anew.
+    /// Whether such a signal has come at any time: then the job is not started anew.
     is_signalled: bool,
     /// Of the codes of processes that exited by themselves, before the launcher stopped them: the first other than 0, and the greatest.
     first: Option<i32>,

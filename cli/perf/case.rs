@@ -251,7 +251,7 @@ pub(crate) trait Value: Element {
     fn of(value: u64) -> Self;
     /// The value of this type that is nearest to `expected`.
     fn nearest(expected: f64) -> Self;
-    /// What the average of `n` values is that have this sum.
+    /// The average of `n` values that have this sum.
     fn average(sum: u64, n: usize) -> f64;
     /// Whether this value is `expected`, within the error that `n` roundings in this type may cause.
     fn is(self, expected: f64, n: usize) -> bool;

@@ -69,8 +69,8 @@ pub(crate) fn bind(comm: &mut Comm, ordinal: usize, by: By) -> Result<Place, Err
 }
 
 impl Place {
-    /// The device's clock, if allstream's kernels run the operations. `None`: the host runs them through its own memory, or NCCL runs them. No
-    /// stream may wait for an operation of NCCL's before all ranks have called it.
+    /// The device's clock, if allstream's kernels run the operations. `None`: the host runs them through its own memory, or NCCL runs them. To
+    /// time an operation, the stream waits for it, and no stream may wait for one of NCCL's before all ranks have called it.
     pub(crate) fn clock(&self) -> Option<Rc<Clock>> {
         (self.path == DevicePath::Peer).then(|| self.clock.clone())
     }

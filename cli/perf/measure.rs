@@ -453,8 +453,8 @@ fn time(comm: &mut Comm, case: &Case, effort: &Effort, timed: &mut dyn Timed) ->
     Ok(Time { wait_us, device_us, ..Time::new(&slowest, bytes, case, wrong) })
 }
 
-/// Microseconds that an operation takes on the device, of the slowest rank, the median over rounds: from the point where the
-/// rank's stream has come to its call until the operation has ended there. `None`: no device runs it, or its driver does not tell.
+/// Microseconds that an operation takes on the slowest rank's device, the median over rounds: from when the rank's stream has come to
+/// the call of the operation until the operation has ended there. `None`: no device runs it, or its driver does not tell.
 ///
 /// This takes separate rounds, so that the others time a program that records no events.
 fn by_events(

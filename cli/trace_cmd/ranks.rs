@@ -1,4 +1,4 @@
-//! How ranks are called.
+//! How ranks are named in texts.
 
 pub(super) fn it(ranks: &[usize]) -> &'static str {
     if ranks.len() == 1 { "it" } else { "them" }

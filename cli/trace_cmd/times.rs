@@ -156,8 +156,8 @@ fn crowded(files: &BTreeMap<usize, Recording>, members: &[usize]) -> Option<(Str
     over.max_by_key(|(_, ranks, _)| *ranks)
 }
 
-/// Milliseconds that the table expects: interpolated between the measured sizes around this one, or else predicted from the figures of such
-/// links.
+/// Milliseconds that the table expects: interpolated between the measured sizes around this one, or else predicted from the table's
+/// figures for this class of links.
 fn expected(
     table: Option<&Table>,
     operation: &Operation,

@@ -12,7 +12,7 @@ use crate::shape::{keep, send};
 use crate::tree::{Tree, below};
 use crate::{Kind, Layout, Operand, Plan, Rank, Shape, Step};
 
-/// Blocks go up to the root, that of the lowest number first.
+/// Blocks go up to the root, the block of the lowest number first.
 pub(super) fn gather(s: &Shape) -> Plan {
     let (v, parent) = (s.past_root(), Tree::binomial(s).parent);
     let mut steps = Vec::new();
@@ -28,7 +28,7 @@ pub(super) fn gather(s: &Shape) -> Plan {
     passing(s, Kind::Gather, steps)
 }
 
-/// Blocks go down from the root, that of the highest number first: where n is a power of two, it has the longest way.
+/// Blocks go down from the root, the block of the highest number first: where n is a power of two, that block has the longest way.
 pub(super) fn scatter(s: &Shape) -> Plan {
     let (v, parent) = (s.past_root(), Tree::binomial(s).parent);
     let mut steps = Vec::new();

@@ -19,8 +19,8 @@ pub const SMALL: usize = 16 << 10;
 pub const FEW_MESSAGES: usize = 64 << 10;
 /// Up to this size, and on one host at any size, the root of a broadcast sends the data to each rank itself.
 pub const FLAT_BROADCAST: usize = 64 << 10;
-/// If the other ranks' inputs have at most this many bytes together (first on one host, second over a network), the root of a reduce
-/// folds them all itself; with two ranks, whatever the size. On 2 cores one-shot took 0.6 to 0.7 of the time of `direct` at 2 ranks
+/// If the other ranks' inputs have at most this many bytes together (the first limit is for one host, the second for a network), the root
+/// of a reduce folds them all itself; with two ranks, whatever the size. On 2 cores one-shot took 0.6 to 0.7 of the time of `direct` at 2 ranks
 /// whatever the size, and at 4 ranks 0.35 at 32 KB, 0.6 at 512 KB, 0.7 at 4 MB on one host, 0.1, 0.5 and 0.9 on loopback (`allstream
 /// perf --check-tuning`). Above the limits, the other ranks would idle on machines with a core for each, and the root's port would be
 /// the bottleneck.

@@ -10,8 +10,8 @@
 //! 3. A **combining** step (two operands or more), or an early copy, waits for `after_read` only now, with the result in its
 //!    *hand* (memory for one slice; the engine says *accumulator*). Otherwise partners that send from where they write (recursive
 //!    doubling, one-shot in place, the barrier) would wait for each other for ever.
-//! 4. It stores the result in `dst` and sends it from there. (An executor may send a copy of the input from the input.) It goes on
-//!    with the next slice meanwhile. Without `dst` the result stays in the hand, and the next slice waits until all receivers have
+//! 4. It stores the result in `dst` and sends it from there. (An executor may send a copy of the input from the input.) The step
+//!    goes on with the next slice meanwhile. Without `dst` the result stays in the hand, and the next slice waits until all receivers have
 //!    taken this one. A step that only sends from our own memory needs no hand: what it sends stays where it lies.
 //!
 //! In a plan of loans, a step that lends ([`Step::loan`]) waits for `after_write` and `after_read`, and then offers the slice to

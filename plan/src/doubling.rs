@@ -48,7 +48,7 @@ pub(super) fn all_reduce(s: &Shape) -> Plan {
     s.split(1, steps)
 }
 
-/// Adds the sum that `from` sends to ours, that of the lower ranks first, stores it in the output and sends it to `to`.
+/// Adds up the sum from `from` and ours, the sum of the lower ranks first, stores the result in the output and sends it to `to`.
 fn combine(s: &Shape, from: Rank, ours: Operand, to: Rank) -> Step {
     let theirs = Operand::Recv(from);
     let operands = if from < s.rank { vec![theirs, ours] } else { vec![ours, theirs] };

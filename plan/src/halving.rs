@@ -6,10 +6,10 @@
 //! | reduce_scatter | recursive halving | `floor(log2 n)` | `(n-1) * count` | Träff, "Optimal, non-pipelined reduce-scatter and allreduce algorithms", 2024 |
 //! | all_reduce | halving, then doubling | `2 floor(log2 n)` | `2 (n-1)/n * count` | the same; for powers of two Rabenseifner, "Optimization of collective reduction operations", ICCS 2004 |
 //!
-//! If n is not a power of two, no ranks pair up first, as they do in recursive doubling, and none idles. Block b goes out from rank b along a tree:
-//! the rank `b + d` gets it from the rank `b + e` (both mod n), where e is d without its highest bit. Sums for block b come in along the same tree.
-//! Each block has its place in memory, so blocks are never shifted, as they are in the source. (There are `ceil(log2 n)` distances, but no block
-//! travels all of them unless n is a power of two: so there are `floor(log2 n)` hops.)
+//! If n is not a power of two, ranks need not pair up first (in recursive doubling they do), and none idles. Block b goes out from rank b along a
+//! tree: the rank `b + d` gets it from the rank `b + e` (both mod n), where e is d without its highest bit. Sums for block b come in along
+//! the same tree. Each block has its place in memory, so blocks are never shifted; in the source they are. (There are `ceil(log2 n)` distances, but
+//! no block travels all of them unless n is a power of two: so there are `floor(log2 n)` hops.)
 //!
 //! Sums are combined in the order of that tree, which is not rank order. One rank finishes each block, and all get that rank's
 //! bits.

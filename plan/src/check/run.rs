@@ -360,7 +360,7 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// Moves a link to its next slice: that at its head has been taken, or given back.
+    /// Moves a link to its next slice, as the slice at its head has been taken, or given back.
     fn next_slice(&mut self, link: usize) {
         let head = &mut self.links[link];
         head.slice += 1;
@@ -398,8 +398,8 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// Notes a fault if a rank that is about to read or write a piece of its own memory must not: it must not touch what a borrower
-    /// may write, and must not write what a borrower may read.
+    /// To be called when a rank is about to read or write a piece of its own memory. Notes a fault if a borrower may write the piece, or
+    /// if the rank is about to write what a borrower may read.
     fn touch(&mut self, rank: Rank, at: At, slice: usize, writes: bool) {
         let holders = self.lent.get(&self.memory.index(rank, at, slice));
         let holder = holders.and_then(|all| all.iter().find(|&&(_, written)| written || writes));
