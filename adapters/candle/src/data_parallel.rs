@@ -41,7 +41,7 @@ impl Options {
     /// Divides the optimizer's state among the ranks (ZeRO stage 1). Each rank makes its optimizer from the variables that
     /// [`DataParallel::owned`] gives. [`reduce`](DataParallel::reduce) and [`Segments::backward`] give gradients of these in place of those of the
     /// whole variables, and [`DataParallel::gather`] brings the weights together after the optimizer's step. As many bytes are sent as
-    /// without this option. Buckets cannot be compressed then.
+    /// without this option. Sharded buckets cannot be compressed.
     pub fn sharded(mut self, is_sharded: bool) -> Options {
         self.is_sharded = is_sharded;
         self
@@ -131,7 +131,7 @@ impl DataParallel {
         DataParallel::with(comm, vars, Options::default())
     }
 
-    /// The same with options.
+    /// As [`new`](Self::new), with options.
     ///
     /// # Errors
     /// As [`new`](Self::new).
@@ -152,7 +152,7 @@ impl DataParallel {
             let shape = train::Param::new(dtype, param.var.elem_count());
             layout.push(if param.var.device().is_cuda() { shape.on_device() } else { shape });
         }
-        // For gradients on a device the caller's communicator is given: the buckets are bound to the device to which it is bound, and `own` to none.
+        // If gradients are on a device, the buckets get the caller's communicator, and use the device to which it is bound: `own` is bound to none.
         let of = if layout.iter().any(train::Param::is_on_device) { comm } else { &own };
         let buckets = block_on(Buckets::<AnyBuf>::with(of, &layout, of_buckets))
             .map_err(|e| failed("make buckets for the gradients", e))?;
@@ -343,7 +343,8 @@ impl DataParallel {
         Ok(norm)
     }
 
-    /// Makes the sums of squares equal on all ranks, to the bit: adds up those of divided gradients; of gradients on a device takes rank 0's.
+    /// Makes the sums of squares equal on all ranks, to the bit: if the gradients are divided among the ranks, by adding up all ranks' sums; if any
+    /// is on a device, by taking rank 0's sums.
     fn agreed(&self, squares: Vec<f64>) -> std::result::Result<Vec<f64>, allstream::Error> {
         if !self.shards.is_empty() {
             return Ok(self.comm.all_reduce(squares).wait()?);
@@ -390,7 +391,7 @@ impl DataParallel {
         &self.params[self.trained[i]]
     }
 
-    /// The variable that the optimizer has for the i-th: the whole one, or the part that this rank owns; `None` if it owns nothing of it.
+    /// The variable that the optimizer has for the i-th trained one: that one itself, or the part that this rank owns; `None` if it owns no part.
     fn optimized(&self, i: usize) -> Option<&Var> {
         match self.shards.get(i) {
             None => Some(&self.param(i).var),
@@ -527,7 +528,8 @@ impl DataParallel {
         buffers::synchronise(&self.comm, &buffers, self.options.buffers)
     }
 
-    /// An error that names the variables without a gradient, if all must have one; it ends the communicators. `has`: whether the i-th has one.
+    /// If every variable must have a gradient, and some have none: ends the communicators, and returns an error that names these variables. `has`:
+    /// whether the i-th variable has one.
     fn check_all_have(&mut self, has: impl Fn(usize) -> bool) -> Result<()> {
         if self.options.is_partial || (0..self.trained()).all(&has) {
             return Ok(());

@@ -56,8 +56,8 @@ pub(crate) fn sorted(vars: &VarMap, buffers: &[&str]) -> Result<Vec<Param>> {
     Ok(params)
 }
 
-/// Compares options, and names, types and shapes of variables, between all ranks: all get the same verdict. A rank that cannot use a variable of its own says so
-/// here, so that all ranks get that error.
+/// Compares the options, and the names, types and shapes of the variables, between all ranks: all ranks get the same verdict. A rank that cannot use
+/// one of its variables says so here, so that all ranks get that error.
 pub(crate) fn agree(comm: &SharedComm, options: String, params: &[Param]) -> Result<()> {
     const DOING: &str = "compare the options and variables of all ranks";
     let refused =
@@ -68,7 +68,7 @@ pub(crate) fn agree(comm: &SharedComm, options: String, params: &[Param]) -> Res
     let text = ours.join(BETWEEN).into_bytes();
     let theirs = comm.broadcast_bytes(text.clone(), 0).wait().map_err(|e| failed(DOING, e.error))?;
     let complaint = refusal.or_else(|| {
-        // Both are split again, so that a name with such a character in it is no difference.
+        // Both texts are split, ours as well: so a name that has the separator in it makes no difference.
         let (ours, theirs) = (String::from_utf8_lossy(&text), String::from_utf8_lossy(&theirs));
         difference(&ours.split(BETWEEN).collect::<Vec<_>>(), &theirs.split(BETWEEN).collect::<Vec<_>>())
     });
@@ -88,8 +88,8 @@ pub(crate) fn agree(comm: &SharedComm, options: String, params: &[Param]) -> Res
 /// Stands between the options and the texts of the variables where ranks compare them. No name has it, if a person has written the name.
 const BETWEEN: &str = "\0";
 
-/// How this rank's options and variables, sorted by name, differ from rank 0's: the first difference. Each is the text of the options and then one
-/// for each variable ([`Param::describe`]).
+/// The first difference between this rank's options and variables, sorted by name, and rank 0's. Each list has the text of the options, and then a
+/// text for each variable ([`Param::describe`]).
 fn difference(ours: &[&str], theirs: &[&str]) -> Option<String> {
     const SAME: &str = "build the same model on every rank before DataParallel::new";
     let at = (0..ours.len().max(theirs.len())).find(|i| ours.get(*i) != theirs.get(*i))?;
@@ -100,7 +100,8 @@ fn difference(ours: &[&str], theirs: &[&str]) -> Option<String> {
             "the options are {our}, and on rank 0 {their}: give the same Options on every rank"
         ));
     }
-    // What the ranks have at one place are two variables if one of them is missing on a rank: its name tells which. Type and shape follow it.
+    // If a rank lacks a variable, the ranks have different variables at this place. The lists are sorted by name, so the name that comes first is
+    // that of the lacking variable. In each text, type and shape follow the name.
     let name = |text: &&str| text.rsplit_once(" (").map_or(*text, |(name, _)| name).to_owned();
     Some(match (our, their) {
         (Some(our), Some(their)) if name(our) == name(their) => {

@@ -18,14 +18,14 @@ use crate::wait::block_on;
 /// Gradients of one model, reduced over all ranks in buckets while the backward pass still computes.
 ///
 ///     buckets = allstream.Buckets(comm, parameters)
-///     for i, grad in backward(batch):      # in any order; the first step teaches it
+///     for i, grad in backward(batch):      # in any order; the buckets learn it in the first step
 ///         buckets.push(i, grad)            # a full bucket is on its way at once
 ///     grads = buckets.finish()             # the same arrays, with the mean over all ranks
 ///
 /// `parameters` are arrays of the types and lengths of the gradients, which must be the same on all ranks. A bucket is full when it has
 /// `bucket_mb` megabytes (by default an eighth of all gradients, at least 1 and at most 25); the first bucket has `first_bucket_mb`. `op` is
 /// "avg" or "sum". `compress`, "bf16" or "f16", halves the bytes of float32; the rounding error is added to the gradient of the next step. With
-/// `sharded` each rank gets the mean of the elements that it owns only (ZeRO stage 1): see `owned` and `gather`. All ranks call this together.
+/// `sharded` each rank gets the mean of only the elements that it owns (ZeRO stage 1): see `owned` and `gather`. All ranks call this together.
 #[pyclass(frozen, module = "allstream")]
 pub(crate) struct Buckets(Arc<Mutex<Held>>);
 
@@ -38,7 +38,7 @@ struct Held {
     arrays: Vec<Option<Py<PyAny>>>,
     /// The streams of this module in whose order the engine uses gradients on devices.
     streams: CallStreams,
-    /// Whether Ctrl-C has ended the last `gather` before its end: the next call then goes on with the same weights.
+    /// Whether Ctrl-C has interrupted the last `gather`: the next call of `gather` then goes on with the weights that the engine still has.
     is_gathering: bool,
     is_closed: bool,
 }

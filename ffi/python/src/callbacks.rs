@@ -17,7 +17,7 @@ use crate::operation::Operation;
 
 /// A thread ends after it has had nothing to do for so long.
 const KEPT: Duration = Duration::from_secs(10);
-/// After a callback has slept for so long, another thread calls the callbacks behind it, as it may be waiting for one of them.
+/// After a callback has slept for so long, another thread calls the callbacks behind it, as the sleeping one may wait for one of these.
 const ASLEEP: Duration = Duration::from_secs(1);
 /// How often a waiting thread checks whether the running callback sleeps.
 const LOOK: Duration = Duration::from_millis(250);
@@ -190,8 +190,8 @@ impl Level {
         }
     }
 
-    /// Whether the running callback has used no processor time for [`ASLEEP`], so that those behind it wait no longer. `seen`: its processor
-    /// time when that last changed, and when that was noticed.
+    /// Whether the running callback has used no processor time for [`ASLEEP`], so that those behind it wait no longer. `seen`: the turn that this
+    /// thread saw running, its processor time, and when this thread first saw that time.
     fn sleeps(&self, running: &Running, seen: &mut Option<(Running, String, Instant)>) -> bool {
         // The first number is the thread's processor time in nanoseconds. If the file cannot be read, the callback counts as asleep.
         let told = std::fs::read_to_string(&*running.thread).unwrap_or_default();

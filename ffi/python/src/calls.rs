@@ -47,7 +47,8 @@ impl<'a, 'py> Calling<'a, 'py> {
         Ok(Calling { py, name, comm, takes, options, streams: RefCell::default(), claim, group })
     }
 
-    /// The engine's call with its options. Called after all memory was taken: the call starts after the earlier operations that have a part of it.
+    /// The engine's call with its options. Called after all memory was taken: if earlier operations have a part of that memory, the call starts
+    /// after them.
     fn call(&self) -> PyResult<Call<'_>> {
         let call = with_options(&self.comm, self.name, self.takes, self.options)?;
         let Some(wait) = self.claim.borrow_mut().waits(&self.comm) else { return Ok(call) };
@@ -63,7 +64,7 @@ impl<'a, 'py> Calling<'a, 'py> {
     }
 
     fn memory(&self, array: &Array<'py>, how: Use) -> PyResult<Memory> {
-        // Asking a library for its array may run Python code, which may make another call, but that call has cells of its own to borrow.
+        // Asking a library for its array may run Python code that makes another call: that call borrows the cells of its own `Calling`, not these.
         Memory::of(array, how, self.name, &mut self.streams.borrow_mut(), &mut self.claim.borrow_mut())
     }
 
@@ -153,8 +154,8 @@ impl<'a, 'py> Calling<'a, 'py> {
         self.list(outs, Use::Write, |call, outputs| submit(call, inputs, outputs))
     }
 
-    /// `out`, or a new array of the library and element type of `like`. Without `counts` it is made by the function of `_arrays.py` that `new`
-    /// names, which gets the number in `new` (of ranks). With `counts` the array has one dimension, of as many elements as `flat` computes from them.
+    /// `out`, or a new array of the library and element type of `like`. Without `counts` the new array is made by the function of `_arrays.py` that
+    /// `new` names; the number in `new` (of ranks) is its argument. With `counts` the new array is flat, and `flat` computes its length from them.
     ///
     /// # Errors
     /// `like` is no array, or its library is not one whose arrays `_arrays.py` can make; the errors of `flat`.
@@ -348,7 +349,7 @@ calls! {
     fn scan(buf: Array<'py>, *, out: Out<'py> = None) takes Reduction
         = |calling| calling.in_place_or_into(buf, out, Call::scan, Call::scan_into);
 
-    /// Rank r ends with the reduction of the arrays of ranks 0 to r - 1, in `buf` or `out`; that of rank 0 is unchanged.
+    /// Rank r ends with the reduction of the arrays of ranks 0 to r - 1, in `buf` or `out`; on rank 0 that array is unchanged.
     fn exscan(buf: Array<'py>, *, out: Out<'py> = None) takes Reduction
         = |calling| calling.in_place_or_into(buf, out, Call::exscan, Call::exscan_into);
 

@@ -20,7 +20,7 @@ use crate::keeper;
 use crate::options::seconds;
 use crate::wait::{block_on, poll_until};
 
-/// The result of `agree`, or part of that of `shrink`: the same on all survivors.
+/// The result of `agree`, and a part of the result of `shrink`: the same on all survivors.
 #[pyclass(frozen, get_all, module = "allstream")]
 pub(crate) struct Verdict {
     /// Whether every survivor's flag was true.
@@ -65,19 +65,19 @@ pub(crate) struct Comm {
     behind: Mutex<Option<Behind>>,
 }
 
-/// The stream whose thread waits for the memory of earlier operations, and the communicator of these. Each wait has a handle of the communicator,
-/// too, so it does not end because all others were dropped.
+/// The stream whose thread waits until earlier operations give their memory back, and the communicator of these operations. Each wait has a handle
+/// of the communicator, too: so the communicator does not end when all other handles are dropped.
 struct Behind {
     stream: HostStream,
     comm: SharedComm,
 }
 
-/// How long a rank that leaves waits until no call is held back any more: as long as the engine waits until what was submitted is sent.
+/// How long a rank that leaves waits until none of its calls is held back any more. The engine waits equally long until submitted data is sent.
 const FLUSH: Duration = Duration::from_secs(1);
 
 impl Behind {
-    /// Ends the stream's thread; called without the GIL. If that still waits after [`FLUSH`], for an operation that may never end, the communicator
-    /// is aborted: its operations then fail and give their memory back.
+    /// Ends the stream's thread; called without the GIL. If the thread still waits after [`FLUSH`], for an operation that may never end, the
+    /// communicator is aborted: its operations then fail and give their memory back.
     fn end(self) {
         let Behind { stream, comm } = self;
         let mut all = stream.record();
@@ -122,7 +122,7 @@ impl Comm {
         self.callbacks.place(is_message)
     }
 
-    /// Makes a call of this communicator, `comm`, start only after `wait`, which runs on a thread of its own, has returned.
+    /// Makes `call` start only after `wait` has returned. `wait` runs on the thread of `behind`. `comm`: a handle of this communicator.
     ///
     /// # Errors
     /// The system cannot start a thread.

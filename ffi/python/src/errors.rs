@@ -22,12 +22,12 @@ fn made(py: Python<'_>, class: &str, text: &str, fields: &Bound<'_, PyDict>) -> 
     }
 }
 
-/// A call that cannot be carried out as it is; nothing was submitted.
+/// The error of a call that cannot be carried out as it is; nothing was submitted.
 pub(crate) fn invalid(py: Python<'_>, call: &str, problem: &str) -> PyErr {
     of(py, &Error::Invalid { call: call.into(), problem: problem.into() })
 }
 
-/// An object is no array.
+/// The error of a call that got an object which is no array.
 pub(crate) fn not_an_array(object: &Bound<'_, PyAny>, call: &str) -> PyErr {
     let py = object.py();
     let class = object.get_type();
@@ -50,7 +50,7 @@ pub(crate) fn not_an_array(object: &Bound<'_, PyAny>, call: &str) -> PyErr {
     }
 }
 
-/// The system refused something that the module itself has asked for.
+/// The error of a request that this module itself made of the system, and that the system refused.
 pub(crate) fn system(doing: &str, error: &std::io::Error) -> PyErr {
     let error = Error::System { doing: doing.into(), problem: error.to_string() };
     Python::attach(|py| of(py, &error))

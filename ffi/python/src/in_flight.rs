@@ -1,6 +1,6 @@
 //! The memory that operations use now. Rust's types keep a program from touching memory in flight; Python cannot. A second operation on the same
-//! host memory, or a part of it, waits for the first if both are of one communicator; else, and on a device, it is refused with an error. Two that
-//! only read do not disturb each other.
+//! memory, or a part of it, waits for the first if the memory is on the host and both operations are of one communicator. In all other cases the
+//! second is refused with an error. Two operations that only read do not disturb each other.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -77,7 +77,8 @@ impl Claim {
     pub(crate) fn waits(&mut self, comm: &SharedComm) -> Option<impl FnOnce() + Send + 'static + use<>> {
         let behind = std::mem::take(&mut self.behind);
         for operation in behind.iter().filter_map(|holder| holder.operation.get()?.upgrade()) {
-            // An operation gives its memory back only when a thread polls it: have the keeper do so. (If its `Work` was dropped, the engine gives it back.)
+            // An operation gives its memory back only when a thread polls it: have the keeper do so. (If its `Work` was dropped, the engine gives
+            // the memory back.)
             operation.watch();
         }
         let comm = comm.clone();
@@ -96,9 +97,9 @@ struct Queued {
 
 #[derive(Default)]
 struct Table {
-    /// The ranges that are written: from start to end and holder. No two of them overlap.
+    /// The ranges that are written: by its start, each range's end and holder. No two of them overlap.
     written: BTreeMap<usize, (usize, Arc<Holder>)>,
-    /// The ranges that are read: from start, and a number that tells equal starts apart, to end and holder.
+    /// The ranges that are read: by its start, and a number that tells equal starts apart, each range's end and holder.
     read: BTreeMap<(usize, u64), (usize, Arc<Holder>)>,
     /// No range in `read` is longer than so many bytes. 0 again when `read` becomes empty.
     longest_read: usize,
@@ -152,8 +153,8 @@ enum Entry {
 pub(crate) enum Refused {
     /// Another operation has a part of it, and this call cannot wait for that operation.
     Elsewhere,
-    /// Another call, which has not submitted its operation yet, has a part of it: a call of another thread, or one that is asking its arrays for their
-    /// memory, by which Python code runs that has made this call. To wait for it might take for ever.
+    /// Another call, which has not submitted its operation yet, has a part of it. Either another thread makes that call; or that call is asking its
+    /// arrays for their memory, and the Python code that runs for this has made the present call. To wait for that call might take for ever.
     Underway,
     /// Another argument of the same call has a part of it.
     Twice,

@@ -47,7 +47,7 @@ fn rendezvous(call: &str, options: Option<&Bound<'_, PyDict>>, py: Python<'_>) -
             ));
         }
     };
-    // These variables also hold if the address was given; `from_env_or_alone` reads them itself.
+    // These two environment variables also count if the address was given. (`from_env_or_alone` reads them itself.)
     if get("address")?.is_some() {
         if let Ok(label) = std::env::var("ALLSTREAM_HOST_ID") {
             meeting = meeting.host_id(label);

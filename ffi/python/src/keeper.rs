@@ -40,7 +40,8 @@ const ASK: Duration = Duration::from_millis(100);
 /// to. (After its end Python kills any thread that asks for the GIL; if that thread has Rust or C++ frames on its stack, the process dies.)
 pub(crate) fn inside() -> Option<RwLockReadGuard<'static, ()>> {
     let inside = INSIDE.try_read();
-    // `ENDED` is read with the lock held, and the thread that ends the interpreter sets it before it waits for the lock: so one sees the other.
+    // `ENDED` is read with the lock held, and the thread that ends the interpreter sets it before it waits for the lock: so either `ENDED` is seen
+    // here, or that thread waits for this guard.
     inside.filter(|_| !ENDED.load(Ordering::Acquire))
 }
 

@@ -1,8 +1,8 @@
 //! The compiled module of the Python package `allstream`.
 //!
-//! No thread of the engine ever waits for the interpreter's lock (the GIL). When an operation ends, one thread of this module ([`keeper`]),
-//! which may wait for the lock, drops Python objects and records how the operation ended. Users' callbacks may wait for anything, and run on
-//! threads of their own ([`callbacks`]).
+//! No thread of the engine ever waits for the interpreter's lock (the GIL). One thread of this module ([`keeper`]) waits for it in their place:
+//! it drops Python objects, and polls operations whose end somebody in Python waits for, to record how they ended. Users' callbacks may wait
+//! for anything, and run on threads of their own ([`callbacks`]).
 
 use pyo3::prelude::*;
 

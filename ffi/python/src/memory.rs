@@ -27,7 +27,7 @@ pub(crate) struct Memory {
     len: usize,
     dtype: DType,
     owner: Owner,
-    /// The claim on this range of addresses, given back before the owner is.
+    /// The range of addresses in the table of `in_flight`. It is given back before the owner is.
     taken: Option<Taken>,
 }
 
@@ -169,7 +169,7 @@ impl Memory {
         };
         let (found, owner) = match looked {
             Some(found) if found.device.is_none() => (found, Owner::Object(None)),
-            // An array on a device is taken in the order of a stream of ours, which its library is told when it is asked for the capsule.
+            // An array on a device is taken in the order of one of our streams: its library learns of the stream when it is asked for the capsule.
             _ => {
                 let (found, tensor) = dlpack::take(object, how, streams).map_err(|no| no.told(refuse))?;
                 (found, Owner::Tensor(Some(Box::new(tensor))))
@@ -198,7 +198,7 @@ impl Memory {
         Ok(Memory { start, len, dtype, owner, taken })
     }
 
-    /// An empty memory of the same element type: the input or output of a rank for which the operation does not use one.
+    /// An empty memory of the same element type: the input or output of a rank that needs none for its part in the operation.
     pub(crate) fn nothing_like(&self) -> Memory {
         // An address that suits every type.
         let start = std::ptr::without_provenance_mut(align_of::<u128>());
@@ -231,7 +231,7 @@ impl Memory {
 enum No {
     /// In words.
     Problem(String),
-    /// What Python raised when it was asked.
+    /// What Python raised when the array was asked for its memory.
     Raised(PyErr),
 }
 

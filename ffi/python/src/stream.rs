@@ -57,7 +57,7 @@ impl HostStream {
                 Python::try_attach(|py| {
                     let Some((function, args)) = run.take() else { return };
                     let Err(error) = function.call1(py, args.into_bound(py)) else { return };
-                    // An exception that comes later than the first is dropped without the lock: that may run Python code.
+                    // An exception that comes later than the first is dropped without the lock, as dropping it may run Python code.
                     let later = match &mut *raised.lock() {
                         Some(_) => Some(error),
                         none => none.replace(error),

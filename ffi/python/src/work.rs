@@ -238,8 +238,8 @@ impl Flying {
     }
 
     /// Makes a device's stream wait for the operation; called without the GIL. Returns the operation's result, which is there in the order of that
-    /// stream, and an event that completes when the stream has reached the operation's end. `None`: no device runs the operation, it is over, a stream
-    /// waits for it already, or another thread has taken its flight.
+    /// stream, and an event that completes when the stream has reached the operation's end. `None`: no device runs the operation, it is over, a
+    /// stream waits for it already, or another thread has taken its flight.
     fn join_on_device(&self, stream: &DeviceStream) -> Option<(Landed, Result<Event, Error>)> {
         let mut state = self.state.lock();
         let flight = match std::mem::replace(&mut *state, State::Away) {

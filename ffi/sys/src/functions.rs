@@ -5,7 +5,8 @@
 /// If a row has an output, the library's function takes a pointer to room for the output first, then the row's arguments. `(a: A, b: B)` among
 /// these stands for two arguments of the function, which the method takes as one tuple. Each block of rows names a method of the library's
 /// type, such as `check`, that turns an answer into a `Result`. A library without a `required` function does not load. The row of an `optional`
-/// function names, after a slash, a method that says whether the library has the function; without it a call fails with the error of `lacks`.
+/// function names, after a slash, a method that says whether the library has the function. If it has not, a call of the function fails with the
+/// error that the library's method `lacks` makes.
 ///
 /// A function that does not answer with the library's result code has a row `name(arguments) => answer = "symbol";`: the block's method
 /// turns that answer into a `Result`. Where symbols have versions, as those of libibverbs do, `@ "version"` behind the symbol says which

@@ -187,7 +187,7 @@ impl Library {
         unsafe { self.at(self.symbol(symbol), symbol) }
     }
 
-    /// As [`function`](Library::function), for one version of a symbol. An error calls the function `name`.
+    /// As [`function`](Library::function), for one version of a symbol. Errors show the function under the name `name`.
     ///
     /// # Safety
     /// As for [`function`](Library::function), for that version.

@@ -14,7 +14,7 @@ def awaited(work):
                 future.set_result(None)
 
         def over(_):
-            # On allstream's thread, at any time: the loop may be closed by then.
+            # allstream's thread calls this, at any time: the loop may be closed by then.
             try:
                 loop.call_soon_threadsafe(tell)
             except RuntimeError:

@@ -117,8 +117,8 @@ impl CallStreams {
     }
 }
 
-/// A tensor of another library's as the owner of memory on a device. The engine drops owners on the thread that tells of the ends of all work
-/// on devices. The tensor's deleter may wait for the GIL, so the thread of [`keeper`] deletes the tensor instead.
+/// A tensor of another library's as the owner of memory on a device. The engine drops owners on the thread that watches for the end of work on
+/// devices, which must not wait. The tensor's deleter may wait for the GIL, so the thread of [`keeper`] deletes the tensor instead.
 pub(super) struct OwnerOfMemory(pub(super) Option<Box<DlTensor>>);
 
 impl Drop for OwnerOfMemory {

@@ -16,7 +16,7 @@ use table::Table;
 
 /// The environment variable that names the library's file. If it is set, no other file is tried.
 pub const LIBRARY_VARIABLE: &str = "ALLSTREAM_NCCL_LIBRARY";
-/// The first version that can make communicators which do not block their caller, as people write it.
+/// The first version, as people write it, that can make communicators which do not block their caller.
 const NEEDED: &str = "2.14";
 
 type Result<T = ()> = std::result::Result<T, NcclError>;

@@ -41,7 +41,7 @@ numbers! {
     }
 }
 
-/// A communicator's end on one rank. A handle: copying it copies no resource.
+/// One rank's handle of a communicator: copying it copies no resource.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(transparent)]
 pub struct NcclComm(pub *mut c_void);
@@ -51,8 +51,8 @@ impl NcclComm {
     pub const NULL: NcclComm = NcclComm(std::ptr::null_mut());
 }
 
-// SAFETY: the handle is an opaque pointer of the library, which this crate never dereferences. That one thread at a time uses the
-// communicator is for the callers of the functions to ensure, which are `unsafe`.
+// SAFETY: the handle is an opaque pointer of the library, which this crate never dereferences. The functions that take it are `unsafe`: their
+// callers ensure that only one thread at a time uses the communicator.
 unsafe impl Send for NcclComm {}
 
 /// The id by which the ranks of a communicator find each other.

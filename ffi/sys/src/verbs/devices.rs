@@ -135,7 +135,7 @@ impl Context<'_> {
     /// The library's.
     pub fn gids(&self, most: usize) -> Result<Vec<IbvGidEntry>, VerbsError> {
         let mut entries = vec![IbvGidEntry::default(); most.min(MOST_GIDS)];
-        // SAFETY: the device is open; `entries` is room for as many entries as are asked for, of the size that is given. The library knows no flag.
+        // SAFETY: the device is open; `entries` is room for as many entries as are asked for, of the size that is given. There are no flags: 0.
         let count = unsafe {
             self.verbs.query_gid_table(
                 self.context.as_ptr(),

@@ -158,7 +158,7 @@ fn mtus_are_numbers_that_stand_for_bytes() {
     assert_eq!(format!("{:?}", PortState(77)), "PortState 77");
 }
 
-/// A program in C that fails to compile if the header disagrees with a number of the tables above or of `types.rs`.
+/// A program in C that fails to compile if the header disagrees with a number of the tables above, or of the kinds of `types.rs` in `named`.
 fn program() -> String {
     let mut text = String::from("#include <stddef.h>\n#include <infiniband/verbs.h>\n");
     let mut claim = |condition: String| {

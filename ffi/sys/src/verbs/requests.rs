@@ -1,5 +1,5 @@
-//! The calls that move data, and those that make memory windows. In C they are inline functions of the header that call through the open device's table of functions
-//! ([`IbvContextOps`](super::IbvContextOps)); the methods here do the same.
+//! The calls that move data, and those that make memory windows. In C they are inline functions of the header that call through the open device's
+//! table of functions ([`IbvContextOps`](super::IbvContextOps)); the methods here call through that table, too.
 
 use std::ffi::c_int;
 use std::ptr;

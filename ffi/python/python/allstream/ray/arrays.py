@@ -69,7 +69,7 @@ def device(array: Any) -> str:
 
 
 def overlap(arrays: Sequence[Any]) -> bool:
-    """Whether two of the arrays share memory, if all are contiguous."""
+    """Whether two of the arrays share memory. Right only if all are contiguous: others count as if they had no gaps."""
     spans = sorted(span(array) for array in arrays if count(array))
     return any(first[1] > second[0] for first, second in zip(spans, spans[1:]))
 

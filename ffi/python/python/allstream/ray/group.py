@@ -63,7 +63,8 @@ class Pending:
         self._work.add_done_callback(lambda _: callback(self))
 
     def join(self, stream: Any) -> None:
-        """Whatever is put on `stream` after this call starts after this operation; the caller does not wait.
+        """Whatever is put on `stream` after this call starts after this operation. For a `HostStream` the caller does not wait; for a CUDA stream
+        it may wait, as `Work.join` does.
 
         Raises:
             Invalid: `stream` is a CUDA stream, and the results must be copied into separate tensors of a list. Call `wait()` instead.

@@ -1,7 +1,7 @@
 """How every process of a job comes to know the backend "allstream".
 
-A backend of Ray's must be registered in the driver and in each worker. `register()` registers in the driver at once, and makes `setup`
-below the job's `worker_process_setup_hook`, which Ray runs in every worker process as the process starts:
+A backend of Ray's must be registered in the driver and in each worker. `register()` registers in the driver at once, and names this
+module's function `setup` as the job's `worker_process_setup_hook`, which Ray runs in every worker process as the process starts:
 
 * Before `ray.init`, the hook's name is put into the environment variable from which `ray.init` takes a job's configuration. Ray merges
   that with the `runtime_env` of the program, so both apply, also after `ray.shutdown()` and another `ray.init()`.

@@ -109,9 +109,9 @@ def _call(attempt: Try) -> Any:
         raise
     finally:
         listener.close()
-        # If no newer attempt has begun, delete all keys of the group, also those that killed processes left in older attempts. No `call`
-        # is no newer attempt: the last rank that gave up has deleted it. If a new rank 0 puts its `call` just now, and loses it here, it
-        # puts it again.
+        # If no newer attempt has begun, delete all keys of the group, also those that killed processes left in older attempts. A missing
+        # `call` means no newer attempt: the last rank that gave up has deleted it. If a new rank 0 puts its `call` just now, and it is
+        # deleted here, that rank 0 puts it again.
         latest = (store.get("call") or {}).get("attempt", name) == name
         store.delete_all("" if latest else f"{name}/")
 
@@ -234,7 +234,7 @@ def _answer_call(attempt: Try, nonce: str, name: Optional[str]) -> Optional[str]
         if store.get(f"{new}/go") is not None:
             return name
         if name is not None:
-            # Rank 0 of the older attempt may have deleted that attempt's keys before this rank answered, and then nobody else would.
+            # Rank 0 of the older attempt may have deleted that attempt's keys before this rank answered: then nobody else deletes this rank's key.
             _delete_mine(attempt, name, nonce)
         store.put(f"{new}/{mine}", {"nonce": nonce, "world": attempt.world, "pid": os.getpid()})
         if call["world"] != attempt.world:

@@ -153,8 +153,8 @@ class AllstreamBackend(Backend):
     def _on(self, tensor):
         """The communicator for a collective on tensors of the device of `tensor`.
 
-        The first collective on CUDA tensors, which all ranks call, binds the communicator to the ranks' devices (`allstream._devices.bind`): NCCL runs
-        such collectives, or allstream's own kernels do, or the data goes through the host's memory.
+        The first collective on CUDA tensors, which all ranks call, binds the communicator to the ranks' devices (`allstream._devices.bind`): NCCL
+        runs such collectives, or allstream's own kernels do, or the data goes through the host's memory.
         """
         if tensor.is_cuda and self._device is None:
             self.device_path = bind(self._comm, tensor.device.index, stacklevel=4)

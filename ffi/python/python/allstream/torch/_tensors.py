@@ -104,7 +104,8 @@ def _read_here(packed):
 
 
 def in_place(tensor, moved=False, writes=True):
-    """For a tensor that is read and, if this rank `writes`, written: its memory, its key, and the function that copies the result back (None: not needed)."""
+    """For a tensor that is read and, if this rank `writes`, written: its memory, its key, and the function that copies the result back (None: not
+    needed)."""
     if _is_as_it_is(tensor):
         return tensor.detach(), 0, None
     tensor = plain(tensor)

@@ -73,7 +73,7 @@ class Work(dist._Work):
     def is_completed(self):
         """Whether all operations are over, and their results are in the user's tensors (or something has failed). Never waits for an operation.
 
-        On a CUDA device, asked by a program that never waits: also whether the copies of `after`, which this puts on the current stream, are done.
+        On a CUDA device this puts the copies of `after` on the current stream, if nobody has done so yet, and asks whether they are done, too.
         """
         if not all(work.done() for work in self._works):
             return False
