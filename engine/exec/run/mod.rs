@@ -87,6 +87,8 @@ pub(crate) struct Parts<B, L> {
     idle: Vec<Box<PartRun<B, L>>>,
     /// What runs the operation instead, if it is small.
     small: Option<SmallRun>,
+    /// Whether small operations are to be tried so: until a link turns out to be unsuitable.
+    tries_small: bool,
     /// Whether the last pass ended because it had touched as many bytes as a pass may.
     was_long: bool,
     /// Bytes of working memory that the parts of this operation that are over have needed.
@@ -96,7 +98,17 @@ pub(crate) struct Parts<B, L> {
 impl<B: Backend, L: Lends> Parts<B, L> {
     pub(crate) fn new(comm: u64, backend: B, lends: L) -> Parts<B, L> {
         let (running, idle) = (Vec::new(), Vec::new());
-        Parts { comm, backend, lends, running, idle, small: None, was_long: false, needed: 0 }
+        Parts {
+            comm,
+            backend,
+            lends,
+            running,
+            idle,
+            small: None,
+            tries_small: true,
+            was_long: false,
+            needed: 0,
+        }
     }
 
     /// Starts what may start, and makes one pass over all parts in flight. `reach`: how far the operation's memory has come.
@@ -110,7 +122,8 @@ impl<B: Backend, L: Lends> Parts<B, L> {
     ) -> Result<(bool, bool), Error> {
         let Work { op, next, reach } = work;
         let reach = *reach;
-        let may_be_small = B::TAKES_TIME && (self.small.is_some() || next.is_first() && reach == ALL);
+        let is_begun = self.small.is_some();
+        let may_be_small = B::TAKES_TIME && (is_begun || self.tries_small && next.is_first() && reach == ALL);
         if may_be_small && let Some(passed) = self.pass_small(op, next, port)? {
             return Ok(passed);
         }
@@ -167,7 +180,8 @@ impl<B: Backend, L: Lends> Parts<B, L> {
                 self.small = Some(small);
                 Ok(Some((moved, false)))
             }
-            SmallPass::TakeOver => {
+            passed @ (SmallPass::TakeOver | SmallPass::Unsuitable) => {
+                self.tries_small = matches!(passed, SmallPass::TakeOver);
                 self.take_over(op, part, &small);
                 Ok(None)
             }

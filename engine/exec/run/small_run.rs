@@ -40,6 +40,8 @@ pub(super) enum SmallPass {
     Complete,
     /// The rest of the operation is for a [`PlanRun`](super::plan_run::PlanRun).
     TakeOver,
+    /// So is the rest of this one, and all of the communicator's others: a link is not of the right kind.
+    Unsuitable,
 }
 
 /// What came of a step.
@@ -49,6 +51,8 @@ enum Stepped {
     NotYet,
     /// The step is not for a [`SmallRun`].
     Irregular,
+    /// No step with a message over this link is.
+    Unsuitable,
 }
 
 /// The state of a step of which nothing is done; `None` if its chunk is empty or not small.
@@ -94,6 +98,7 @@ impl SmallRun {
                 }
                 Stepped::NotYet => return Ok(SmallPass::Going(moved)),
                 Stepped::Irregular => return Ok(SmallPass::TakeOver),
+                Stepped::Unsuitable => return Ok(SmallPass::Unsuitable),
             }
         }
         backend.check_values(t.c.part)?;
@@ -128,7 +133,7 @@ impl SmallRun {
             };
             // A link that is a stream of bytes brings what it can straight to its place.
             if port.rx(from)?.is_byte_stream() {
-                return Ok(Stepped::Irregular);
+                return Ok(Stepped::Unsuitable);
             }
             let message = t.message(number_of(&program.recvs[from], i));
             *at = match t.next_of_steps(from, c.signature(i, &state), port)? {
@@ -143,7 +148,8 @@ impl SmallRun {
         match room {
             Room::Copied | Room::InSlot(..) => {}
             Room::NotYet => return Ok(Stepped::NotYet),
-            Room::Irregular => return Ok(Stepped::Irregular),
+            Room::NoSlot => return Ok(Stepped::Irregular),
+            Room::Unsuitable => return Ok(Stepped::Unsuitable),
         }
         if dst.is_some() {
             let slice = Slice {
@@ -210,8 +216,10 @@ enum Room {
     InSlot(Slot, *mut u8),
     /// A link has no room yet.
     NotYet,
-    /// No slot is free, or a link neither takes slots nor copies so much.
-    Irregular,
+    /// No slot is free.
+    NoSlot,
+    /// A link neither takes slots nor copies so much.
+    Unsuitable,
 }
 
 /// Finds out how a step's messages can go, whose payload is so many bytes at `from`.
@@ -222,7 +230,7 @@ fn room(step: &Step, (from, bytes): (*const u8, usize), port: &mut Port) -> Resu
         let tx = port.tx(peer)?;
         // A peer of this process could read the payload where it lies, but then the operation would have to wait for that.
         if is_long && !tx.needs_slot(from, bytes) && !tx.can_lend_slots() {
-            return Ok(Room::Irregular);
+            return Ok(Room::Unsuitable);
         }
         if !tx.room()? {
             return Ok(Room::NotYet);
@@ -231,5 +239,5 @@ fn room(step: &Step, (from, bytes): (*const u8, usize), port: &mut Port) -> Resu
     if !is_long || step.send.is_empty() {
         return Ok(Room::Copied);
     }
-    Ok(port.take_slot(bytes).map_or(Room::Irregular, |(slot, at)| Room::InSlot(slot, at)))
+    Ok(port.take_slot(bytes).map_or(Room::NoSlot, |(slot, at)| Room::InSlot(slot, at)))
 }
