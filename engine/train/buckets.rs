@@ -396,6 +396,7 @@ impl<B: Buf> Buckets<B> {
         if !self.order.is_learnt {
             let order = self.order.learn(&mut self.comm).await?;
             self.reorder(order)?;
+            self.order.is_learnt = true;
         }
         Ok(())
     }

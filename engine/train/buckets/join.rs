@@ -127,7 +127,6 @@ impl<B: Buf> Buckets<B> {
         for i in (0..self.layout.len()).filter(|i| self.grads.is_pushed[*i]) {
             self.set.buckets[self.set.places[i]].fill();
         }
-        self.order.is_learnt = true;
         Ok(())
     }
 
@@ -254,4 +253,30 @@ fn place<B>(grads: &mut Back<B>, placed: Placed<B>) {
 fn place_failed<B>(grads: &mut Back<B>, failed: Failed<Placed<B>>) -> Error {
     place(grads, failed.buf.unwrap_or_default());
     failed.error
+}
+
+#[cfg(test)]
+mod tests {
+    use futures::executor::block_on;
+
+    use super::*;
+    use crate::comm::Comm;
+    use crate::train::{Options, Param};
+
+    #[test]
+    fn an_order_is_learnt_anew_also_while_an_older_one_is_on_its_way() {
+        let comm = Comm::local(1).unwrap().remove(0);
+        let layout = [Param::of::<f32>(4); 3];
+        let options = Options::default().first_bucket_bytes(1).bucket_bytes(1);
+        let mut buckets = block_on(Buckets::with(&comm.share(), &layout, options)).unwrap();
+        let push_all = |buckets: &mut Buckets<Vec<f32>>, order: [usize; 3]| {
+            order.into_iter().for_each(|i| assert!(buckets.push(i, vec![1.0; 4]).unwrap().is_none()));
+        };
+        push_all(&mut buckets, [2, 0, 1]);
+        buckets.join(&HostStream::new("compute").unwrap()).unwrap().wait().unwrap();
+        buckets.relearn();
+        push_all(&mut buckets, [1, 2, 0]);
+        drop(block_on(buckets.finish()).unwrap());
+        assert_eq!(buckets.set.places, [2, 0, 1], "the buckets of parameters 0, 1 and 2");
+    }
 }
