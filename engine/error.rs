@@ -17,6 +17,9 @@ pub(crate) use self::members::RecordFile;
 pub(crate) use self::texts::unreceived;
 use self::texts::{Disagreement, message_call, not_sent, timed_out};
 
+/// So many bytes of the reason of an abort are told: it goes to all ranks in one message over the control connections.
+const MOST_OF_A_REASON: usize = 64 << 10;
+
 /// Why an operation, a connection or a call failed.
 ///
 /// All members of a group fail with the first cause that the group learns of: a survivor of a crash names the rank that
@@ -455,7 +458,13 @@ impl Error {
 
     /// A rank called `abort()`.
     pub(crate) fn aborted(by: Rank, reason: impl Into<String>) -> Error {
-        Error::Aborted { by, reason: reason.into(), members: Members::default() }
+        let mut reason = reason.into();
+        if reason.len() > MOST_OF_A_REASON {
+            let end = (0..=MOST_OF_A_REASON).rev().find(|at| reason.is_char_boundary(*at));
+            reason.truncate(end.unwrap_or_default());
+            reason += " [...]";
+        }
+        Error::Aborted { by, reason, members: Members::default() }
     }
 
     /// A rank has sent bytes that no correct peer sends.

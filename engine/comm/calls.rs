@@ -251,7 +251,7 @@ on_both! {
     }
 
     /// Ends this communicator on all ranks: operations in flight and later calls fail with
-    /// [`Error::Aborted`]. Other communicators of the same ranks stay as they are.
+    /// [`Error::Aborted`]. Other communicators of the same ranks stay as they are. Of a `reason` beyond 64 KiB only the beginning is told.
     pub fn abort(&self, reason: impl Into<String>) {
         let endpoint = &self.handle().endpoint;
         endpoint.fail(Error::aborted(self.rank(), reason));

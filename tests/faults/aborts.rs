@@ -9,7 +9,7 @@ use crate::harness::{self, Link, Me, Plan, SOON, among_others, say};
 
 const SIZE: usize = 3;
 
-async fn abort_one(world: &mut Comm) {
+async fn abort_one(world: &mut Comm, reason: &str) {
     let mut doomed = world.dup().await.unwrap();
     let mut sibling = world.dup().await.unwrap();
     let mut nephew = doomed.dup().await.unwrap();
@@ -17,7 +17,7 @@ async fn abort_one(world: &mut Comm) {
     let begun = Instant::now();
     if world.rank() == 2 {
         tokio::time::sleep(Duration::from_millis(100)).await;
-        doomed.abort("a test says so");
+        doomed.abort(reason);
     } else {
         let large = doomed.all_reduce(vec![1f32; 1 << 20]);
         let queued = doomed.barrier();
@@ -43,14 +43,18 @@ async fn abort_one(world: &mut Comm) {
     }
 }
 
+const REASON: &str = "a test says so";
+
+/// Of a long reason only the beginning is told.
 fn is_abort(error: &Error) -> bool {
-    matches!(error, Error::Aborted { by: 2, reason, .. } if reason == "a test says so")
+    matches!(error, Error::Aborted { by: 2, reason, .. } if reason.starts_with(REASON) && reason.len() < 1 << 20)
 }
 
 pub(crate) async fn aborts(me: Me) {
     let mut world = me.connect().await;
-    for _ in 0..3 {
-        abort_one(&mut world).await;
+    let long = REASON.to_owned() + &"\u{1}\u{2030}".repeat(1 << 20);
+    for reason in [REASON, &long, REASON] {
+        abort_one(&mut world, reason).await;
     }
     world.close().await.unwrap();
     say("well", json!({}));
@@ -59,10 +63,9 @@ pub(crate) async fn aborts(me: Me) {
 #[test]
 fn abort_ends_one_communicator_on_all_ranks_and_no_other() {
     let _turn = among_others();
-    harness::on_threads(
-        harness::world(Link::Local, SIZE),
-        |mut world| async move { abort_one(&mut world).await },
-    );
+    harness::on_threads(harness::world(Link::Local, SIZE), |mut world| async move {
+        abort_one(&mut world, REASON).await
+    });
     for link in [Link::Shm, Link::Tcp] {
         let job = Plan::new("aborts", SIZE, link).start();
         job.ranks.iter().for_each(|r| drop(r.hear("well")));

@@ -230,17 +230,17 @@ impl Endpoint {
             std::thread::yield_now();
         }
         match moved {
-            Ok(Progress::Advanced) => Progress::Advanced,
             Ok(progress) => {
-                // The clock is not for every pass: a spinning thread makes millions a second.
-                run.blocked = run.blocked.wrapping_add(1);
-                if progress == Progress::Blocked && run.blocked.is_multiple_of(64) || !spinning {
+                // The clock is not for every pass: a spinning thread makes millions a second. It is looked at also if each pass moves something.
+                run.passes = run.passes.wrapping_add(1);
+                let is_last = !spinning && progress != Progress::Advanced;
+                if is_last || run.passes.is_multiple_of(64) {
                     let now = self.config.now();
                     if run.clock.is_time_to_look(now) {
                         run.check_deadlines(self, now);
                     }
                 }
-                if !spinning {
+                if is_last {
                     run.look_at_endings(self);
                 }
                 progress
@@ -297,8 +297,8 @@ pub(super) struct Run {
     pub(super) endings: Endings,
     pub(super) messages: Messages,
     pub(super) clock: DeadlineClock,
-    /// How many passes have moved nothing, modulo 2^32.
-    pub(super) blocked: u32,
+    /// How many passes were made, modulo 2^32.
+    passes: u32,
     /// A pass has failed, and may have left work half done: so no more passes are made. Once the communicator is marked dead, it is torn down.
     pub(super) failed: bool,
     pub(super) teardown: Teardown,
@@ -313,7 +313,7 @@ impl Run {
             endings: Endings::default(),
             messages,
             clock: DeadlineClock::new(config.runtime.now()),
-            blocked: 0,
+            passes: 0,
             failed: false,
             teardown: Teardown::NotBegun,
         }
