@@ -147,11 +147,14 @@ pub(crate) fn run(args: RunArgs) -> io::Result<Exit> {
         ));
     }
     let Some(hosts) = hosts else {
-        let only =
-            args.dir.is_some() || args.master_addr.is_some() || args.remote_bin.is_some() || args.port != 0;
+        let only = args.dir.is_some()
+            || args.master_addr.is_some()
+            || args.remote_bin.is_some()
+            || args.ssh.is_some()
+            || args.port != 0;
         return if only {
             Err(invalid(
-                "--dir, --master-addr, --port and --remote-bin are for --hosts and --host-file".into(),
+                "--dir, --master-addr, --port, --remote-bin and --ssh are for --hosts and --host-file".into(),
             ))
         } else {
             launch::run(job)

@@ -93,15 +93,16 @@ pub(crate) fn run(args: &SimArgs) -> Result<Exit, Box<dyn std::error::Error + Se
     network.slice = args.slice.map(|slice| slice as usize);
     let blocks =
         matches!(kind, Kind::AllGather | Kind::ReduceScatter | Kind::AllToAll | Kind::Gather | Kind::Scatter);
-    let count = if blocks { args.bytes as usize / n.max(1) } else { args.bytes as usize };
+    // As in `perf`, each block has a byte at least, and the table tells the size that the blocks add up to.
+    let count = if blocks { (args.bytes as usize / n.max(1)).max(1) } else { args.bytes as usize };
+    let bytes = if blocks { count * n } else { count } as u64;
     let hosts: Vec<u32> = (0..n).map(|r| args.per_host.map_or(0, |per| (r / per.max(1)) as u32)).collect();
     let named: &[Algo] = if args.algo.is_empty() { algorithms(kind) } else { &args.algo };
     let mut out = io::stdout().lock();
     if !args.json {
         writeln!(
             out,
-            "# {kind}, {n} ranks, {} bytes, latency {:?}, {:.3} GB/s a port",
-            args.bytes,
+            "# {kind}, {n} ranks, {bytes} bytes, latency {:?}, {:.3} GB/s a port",
             args.alpha,
             args.beta / 1e9
         )?;
@@ -125,22 +126,12 @@ pub(crate) fn run(args: &SimArgs) -> Result<Exit, Box<dyn std::error::Error + Se
         let Simulated { time, frames, lost, slice, .. } = simulate(kind, algo, n, count, &network)?;
         tracing::info!("{algo}: {frames} frames simulated in {:.1?}", begun.elapsed());
         let seconds = time.as_secs_f64();
-        let algbw = if seconds > 0.0 { args.bytes as f64 / seconds } else { 0.0 };
+        let algbw = if seconds > 0.0 { bytes as f64 / seconds } else { 0.0 };
         let busbw = algbw * bus_factor(kind, n);
         if args.json {
             let (collective, algorithm) = (kind.name(), algo.name());
-            let row = Row {
-                collective,
-                algorithm,
-                ranks: n,
-                bytes: args.bytes,
-                seconds,
-                algbw,
-                busbw,
-                frames,
-                lost,
-                slice,
-            };
+            let row =
+                Row { collective, algorithm, ranks: n, bytes, seconds, algbw, busbw, frames, lost, slice };
             writeln!(out, "{}", serde_json::to_string(&row)?)?;
         } else {
             writeln!(

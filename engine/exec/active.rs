@@ -85,7 +85,8 @@ impl Active {
     /// `bypass_from`: results of so many bytes and more are written past the caches ([`Host`]). `lends`: whether all ranks share memory, so that
     /// they can lend it to each other.
     pub(crate) fn new(comm: u64, bypass_from: usize, lends: bool) -> Active {
-        let host = Parts::new(comm, Host::new(bypass_from), HostLoans::new(bypass_from, lends));
+        let host =
+            Parts::new(comm, Host::new(bypass_from), HostLoans::new(bypass_from, lends)).of_ranks(lends);
         Active { current: None, host, account: Account::default(), stalled_at: None, is_watched: false }
     }
 

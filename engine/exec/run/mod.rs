@@ -89,6 +89,8 @@ pub(crate) struct Parts<B, L> {
     small: Option<SmallRun>,
     /// Whether small operations are to be tried so: until a link turns out to be unsuitable.
     tries_small: bool,
+    /// Whether all ranks share memory.
+    shares_memory: bool,
     /// Whether the last pass ended because it had touched as many bytes as a pass may.
     was_long: bool,
     /// Bytes of working memory that the parts of this operation that are over have needed.
@@ -106,9 +108,15 @@ impl<B: Backend, L: Lends> Parts<B, L> {
             idle,
             small: None,
             tries_small: true,
+            shares_memory: false,
             was_long: false,
             needed: 0,
         }
+    }
+
+    /// The same, for ranks that all share memory if `shares_memory` says so.
+    pub(crate) fn of_ranks(self, shares_memory: bool) -> Parts<B, L> {
+        Parts { shares_memory, ..self }
     }
 
     /// Starts what may start, and makes one pass over all parts in flight. `reach`: how far the operation's memory has come.
@@ -165,7 +173,7 @@ impl<B: Backend, L: Lends> Parts<B, L> {
         let c = Context { comm: self.comm, op, part };
         let mut small = match self.small.take() {
             Some(small) => small,
-            None => match SmallRun::new(c, &mut self.lends) {
+            None => match SmallRun::new(c, &mut self.lends, self.shares_memory) {
                 Some(small) => small,
                 None => return Ok(None),
             },

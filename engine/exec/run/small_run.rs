@@ -5,8 +5,10 @@
 //! it receives have come. So a small operation needs none of the cursors with which a [`PlanRun`](super::plan_run::PlanRun) goes on with many steps
 //! at a time, slice by slice; setting these up takes longer than small steps take.
 //!
-//! A step waits until there is room for its messages. No ranks wait for each other so: of the oldest operation that some rank has not finished, a link
-//! carries at most a message for each step, and for so many it has room, as the frames of earlier operations were released.
+//! Where all ranks share memory, a step waits until there is room for its messages. No ranks wait for each other so: of the oldest operation that some
+//! rank has not finished, a link carries at most a message for each step, and for so many it has room, as the frames of earlier operations were
+//! released. Other links may have no room until the receiver has opened its end, which it does when it first looks for a frame there. A rank that did one
+//! step after another could do that too late. So over such links only operations of one step are small.
 //!
 //! Where something is not as it should be (no slot is free, a frame is only a part of a message, or is a wrong one), a `PlanRun` takes over behind the
 //! steps that are done.
@@ -31,6 +33,8 @@ pub(super) struct SmallRun {
     /// A bit for each receiver of the step before: whether its frame has to come back before the operation ends, as the link moves it only while the
     /// receiver reads ([`LinkTx::arrives_unread`](crate::link::LinkTx::arrives_unread)). If there is one, a `PlanRun` waits for it.
     pub(super) held: u64,
+    /// Whether all ranks share memory, over which links have room for 16 frames from the beginning.
+    shares_memory: bool,
 }
 
 /// What a pass came to.
@@ -68,16 +72,17 @@ fn number_of(messages: &[u32], i: usize) -> u32 {
 }
 
 impl SmallRun {
-    /// A run for the operation of this part, its only one, if it may be small.
-    pub(super) fn new(c: Context<'_>, lends: &mut impl Lends) -> Option<SmallRun> {
+    /// A run for the operation of this part, its only one, if it may be small. `shares_memory`: whether all ranks do.
+    pub(super) fn new(c: Context<'_>, lends: &mut impl Lends, shares_memory: bool) -> Option<SmallRun> {
         let program = c.program();
         let bytes = c.part.count.saturating_mul(c.part.dtype.size());
-        if !program.stepwise || bytes > SMALL || c.factor().is_some() {
+        let is_stepwise = program.stepwise && (shares_memory || program.plan.steps.len() == 1);
+        if !is_stepwise || bytes > SMALL || c.factor().is_some() {
             return None;
         }
         let lending = program.lending.as_ref().filter(|lending| lending.plan.size <= MAX_LENDERS);
         let by_steps = lending.is_none_or(|lending| matches!(lends.begin(c, lending), Agreement::Steps));
-        by_steps.then_some(SmallRun { next: 0, held: 0 })
+        by_steps.then_some(SmallRun { next: 0, held: 0, shares_memory })
     }
 
     /// Does the next steps, as long as all that they receive is there.
@@ -147,7 +152,8 @@ impl SmallRun {
         let room = room(step, (from, bytes), port)?;
         match room {
             Room::Copied | Room::InSlot(..) => {}
-            Room::NotYet => return Ok(Stepped::NotYet),
+            Room::NotYet if self.shares_memory => return Ok(Stepped::NotYet),
+            Room::NotYet => return Ok(Stepped::Irregular),
             Room::NoSlot => return Ok(Stepped::Irregular),
             Room::Unsuitable => return Ok(Stepped::Unsuitable),
         }

@@ -173,7 +173,7 @@ impl LinkRx for VerbsRx {
     }
 
     fn is_flushed(&mut self) -> bool {
-        let State::Open(receiving) = &self.state else { return true };
+        let State::Open(receiving) = &self.state else { return self.broke.is_none() };
         let flushed = receiving.lock().is_flushed();
         flushed.unwrap_or_else(|error| {
             self.failed = Some(error);

@@ -61,6 +61,9 @@ def alike(like, _, call):
     return _new(like, tuple(getattr(like, "shape", ())), call)
 
 
+_NO_BOOLS = "empty: memory that other ranks can write holds no bools; use uint8"
+
+
 def empty(comm, shape, dtype):
     """See `allstream.empty`."""
     try:
@@ -76,11 +79,13 @@ def empty(comm, shape, dtype):
     dtype = "float32" if dtype is None else dtype
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(dtype, torch.dtype):
+        if dtype == torch.bool:
+            raise Invalid(_NO_BOOLS)
         size = dtype.itemsize
         block = comm._block(math.prod(shape) * size)
         return torch.from_numpy(numpy.asarray(block)).view(dtype).view(shape)
     kind = numpy.dtype(dtype)
     if kind == numpy.bool_:
-        raise Invalid("empty: memory that other ranks can write holds no bools; use uint8")
+        raise Invalid(_NO_BOOLS)
     block = comm._block(math.prod(shape) * kind.itemsize)
     return numpy.asarray(block).view(kind).reshape(shape)
