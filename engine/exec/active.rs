@@ -109,8 +109,8 @@ impl Active {
         self.current.as_ref().map(|current| (current.key, current.op.number))
     }
 
-    /// Makes the values of an operation valid that has failed, where some of them have come: bytes that are no bools become `false`. Called once
-    /// nobody else touches the operation's buffers, before they go back to the user.
+    /// Makes valid what has come of the values of an operation that has failed: bytes that are no bools become `false`. Called once nobody else
+    /// touches the operation's buffers, before they go back to the user.
     pub(crate) fn make_values_valid(&mut self) {
         let on_host = self.current.iter_mut().filter(|current| current.carrier.is_none());
         on_host.flat_map(|current| current.op.parts.all()).for_each(|part| _ = part.check_values());
@@ -122,7 +122,8 @@ impl Active {
         Some((c.op.number, c.op.signature, c.op.timeout))
     }
 
-    /// Since when the operation's time limit counts, if there is an operation. The first who asks, after its first pass, reads the clock by `now`.
+    /// Since when the operation's time limit counts, if there is an operation. The first call, at the end of the operation's first pass, sets this
+    /// to what `now` returns.
     pub(crate) fn started(&mut self, now: impl FnOnce() -> Instant) -> Option<Instant> {
         Some(*self.current.as_mut()?.started.get_or_insert_with(now))
     }

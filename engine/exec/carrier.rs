@@ -131,7 +131,7 @@ pub(crate) trait Carrier: Send + Sync {
         None
     }
 
-    /// Whether copies to or from the operation's memory may be under way that nothing else waits for. A communicator that fails waits for
+    /// Whether copies that nothing else waits for may be under way, to or from the operation's memory. A communicator that fails waits for
     /// them for a while; if they have not ended then, the operation's buffers are not given back.
     fn is_settling(&self) -> bool {
         false
@@ -196,7 +196,7 @@ pub(crate) trait OnStream {
     /// Whether this rank's own inputs are there. The time limit of an operation that is on a stream counts from then.
     fn has_inputs(&self) -> bool;
 
-    /// Whether the driver has taken the operation's first work. As long as it has not, because it blocks, the time limit counts even without inputs.
+    /// Whether the driver has taken the operation's first work. Until then (the driver may be blocking) the time limit counts even without inputs.
     fn is_taken(&self) -> bool;
 
     /// Which ranks keep the stream from the operation's end although all have called. `us`: this rank.

@@ -177,7 +177,7 @@ pub(crate) struct ProgramKey {
 #[derive(Default)]
 pub(crate) struct Programs(Mutex<Known>);
 
-/// Most calls are like the one before.
+/// All programs. The last one used is looked at first, as most calls are like the one before.
 #[derive(Default)]
 struct Known {
     last: Option<(ProgramKey, Arc<Program>)>,

@@ -2,15 +2,15 @@
 //!
 //! A slot that a peer has read is in the cache of that peer's core. If both cores share a cache, a store gets the line at once. If not, each
 //! store waits until the other core has given up the line. Whether they share one changes: the system moves ranks between cores, and a
-//! hypervisor moves its virtual processors. On 2 cores of a virtual machine that filled two slots of 128 KB in turn, a slot took 4.6 to 80 us
-//! to fill by ordinary stores, and 5 us past the caches; in the second case the reader needs 8 us instead of 3.5 to 7. So both ways are
-//! timed while slots are filled.
+//! hypervisor moves its virtual processors. On a virtual machine with 2 cores, where two slots of 128 KB were filled in turn, it took 4.6 to
+//! 80 us to fill one by ordinary stores, and 5 us past the caches; after the latter its reader needed 8 us instead of 3.5 to 7. So both ways
+//! are timed while slots are filled.
 
 use std::time::Instant;
 
 use allstream_kernels as kernels;
 
-/// Smaller copies are made by ordinary stores: waiting for the memory would cost more than it saves.
+/// Smaller copies are made by ordinary stores: to wait for the memory would cost more than going past the caches saves.
 const LEAST: usize = 16 << 10;
 /// The way that is not in use is tried once in so many copies: the first number is for stores past the caches, the second for ordinary
 /// stores, which may be far slower.

@@ -112,8 +112,8 @@ impl Part {
         if self.dtype != DType::Bool || !self.writes_output() {
             return Ok(());
         }
-        // SAFETY: the table owns the output, which has `total(OUTPUT)` elements of one byte. All data has come, or the operation has failed and
-        // no peer touches its buffers (the callers), so nobody writes there any more.
+        // SAFETY: the table owns the output, which has `total(OUTPUT)` elements of one byte. Callers see to it that all data has come, or that the
+        // operation has failed and no peer touches its buffers: so nobody writes there any more.
         let Some(problem) = (unsafe { check_bools(self.output, self.total(OUTPUT)) }) else { return Ok(()) };
         let sent = |from: &Rank| !self.program.recvs[*from].is_empty();
         let senders: Vec<Rank> = (0..self.program.recvs.len()).filter(sent).collect();

@@ -29,7 +29,7 @@ pub(crate) const EAGER: usize = 4096;
 /// Eager messages per peer that may be on their way or unclaimed: at most 128 KB kept per peer.
 const CREDITS: u32 = 32;
 /// How many frames a pass takes from one peer at most, and how many it posts of one message: as many as a ring in memory has cells. So no peer starves
-/// another, and a peer that sleeps is woken once for all of them: a message of 32 MB took 82 turns of both ends where each frame woke it.
+/// another, and a peer that sleeps is woken once for all these frames: when each frame woke it, a message of 32 MB took 82 turns of both ends.
 const BURST: usize = 16;
 /// How many of a peer's messages, announced or eager, may wait here for their receive: as many as it may have in flight, and its eager ones.
 const UNCLAIMED: usize = QUEUE_LIMIT + CREDITS as usize;

@@ -28,7 +28,8 @@ pub(crate) struct FrameSource {
     pub(crate) receiver: u32,
     /// Whether the receiver is expected to copy the payload, and not to combine it with other operands.
     pub(crate) is_copied: bool,
-    /// Up to here what is sent is free once the frame is released: an element of the step's chunk, or a byte of the message or of the lent chunk.
+    /// Up to here what is sent is free once the frame is released. Counted in elements of the step's chunk, or in bytes of the message or of the
+    /// lent chunk.
     pub(crate) end: usize,
 }
 

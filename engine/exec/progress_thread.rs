@@ -350,7 +350,7 @@ impl ProgressThread {
         if !woken {
             // The thread may sleep for long, and a communicator may end meanwhile: this list must not keep its endpoint alive.
             list.clear();
-            // Asked after the pass, which may have left memory to be looked at.
+            // `is_keeping` is asked after the pass, which may have left memory to be given back later.
             let spec = timeout.or_else(|| self.is_keeping().then_some(quarantine::LOOK)).map(timespec);
             if state == NAPPING || timeout.is_none() {
                 // Other threads drive the links, or nobody does: traffic on their sockets must not wake this thread. What arrives

@@ -49,7 +49,7 @@ enum Stage {
 struct Running<C> {
     operation: CopyBack<C>,
     stage: Stage,
-    /// When the copy became due; of a copy that is started: when it was.
+    /// When the copy became due; once it is [`Started`](Stage::Started): when all of it was on its stream.
     since: Instant,
 }
 
@@ -113,7 +113,7 @@ impl<C: Clone> CopyBacks<C> {
         });
     }
 
-    /// An operation is finished, well or not: forgets it. What comes back is to be dropped outside all locks.
+    /// An operation is finished, well or not: forgets it. Returns its carrier, which is to be dropped outside all locks.
     pub(super) fn finished(&self, key: Key) -> Option<C> {
         if self.known.load(Ordering::Acquire) == 0 {
             return None;

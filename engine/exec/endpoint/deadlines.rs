@@ -75,7 +75,7 @@ impl Run {
         self.active.stalled_at = Some(now);
         let mut waiting = self.waiting_for();
         if of.peers.first_left(&waiting).is_some() {
-            // Before it left, that rank may have done all that it was waited for.
+            // The rank that left may have sent and released, before it left, all that this rank waits for.
             self.reap();
             waiting = self.waiting_for();
         }

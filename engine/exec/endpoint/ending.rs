@@ -66,8 +66,8 @@ impl Endings {
         self.0.len() >= MOST
     }
 
-    /// Whether the oldest is overdue, or will be within [`grace`]: its time limit counts from when its inputs were seen to be there, and by then they
-    /// may have been there for as long as [`grace`].
+    /// Whether the oldest is overdue, or will be within [`grace`]. Its time limit counts from when this rank saw that its inputs were there, which
+    /// may be as long as [`grace`] after they came.
     pub(super) fn is_soon_overdue(&self, clock: &DeadlineClock, now: Instant) -> bool {
         let first = self.0.front().and_then(|first| Some((first.ready?, first.timeout)));
         first.is_some_and(|(ready, timeout)| clock.is_overdue(now + grace(timeout), ready, timeout))

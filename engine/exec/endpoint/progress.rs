@@ -133,7 +133,7 @@ impl Endpoint {
         let mut idle_since = None;
         let mut passes = 0u32;
         let found = loop {
-            // A pass that is blocked is seldom followed by a look at the outcome: another thread finishes the operation only now and then.
+            // After a pass that is blocked, this thread seldom looks at the outcome: only now and then has another thread finished the operation.
             let progress = self.drive_once();
             if progress == Progress::Advanced {
                 idle_since = None;
@@ -184,7 +184,7 @@ impl Endpoint {
         self.try_drive(true)
     }
 
-    /// The same; `spinning`: the caller is about to drive again, and does not look at the clock each time.
+    /// Drives if nobody else does. `spinning`: the caller is about to drive again, so the clock is not looked at each time.
     pub(super) fn try_drive(self: &Arc<Self>, spinning: bool) -> Progress {
         match self.run.try_lock() {
             Some(run) => self.drive_with(run, spinning),
@@ -217,7 +217,7 @@ impl Endpoint {
             return Progress::Blocked;
         }
         stop(Point::MemoryLock, self.config.rank);
-        // The lock is only tried: this very thread may hold it, and be in a waker or a buffer's drop.
+        // The lock is only tried: this very thread may hold it, in a user's function that a pass of another communicator calls.
         let Some(memory_lock) = self.config.memory_lock.try_lock() else {
             self.config.region.want_memory_lock();
             return Progress::Blocked;

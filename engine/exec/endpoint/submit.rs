@@ -60,7 +60,7 @@ impl Endpoint {
         Ok(key)
     }
 
-    /// The same for a message.
+    /// Takes ownership of a message's buffer, and queues the message: a drive begins it. A refusal gives the buffer back.
     pub(crate) fn submit_message(
         self: &Arc<Self>,
         mut message: Message,

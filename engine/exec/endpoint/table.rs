@@ -153,8 +153,8 @@ impl Table {
         !self.messages.is_empty() || !self.collectives.is_empty()
     }
 
-    /// Gives the next number to a collective that is called now. Also returns a peer that has asked about this number before and had called
-    /// something else, with the signature of that.
+    /// Gives the next number to a collective that is called now. If a peer has asked about this number before and had called something else, also
+    /// returns that peer and the signature of its call.
     pub(super) fn number_collective(&mut self, signature: Signature) -> (u64, Option<(Rank, Signature)>) {
         let number = self.calls;
         self.calls += 1;

@@ -1,5 +1,5 @@
-//! How a dead communicator ends: first it takes back what it has lent, for which it waits without a time limit where ranks of this process use that
-//! memory; then all its operations fail.
+//! How a dead communicator ends: first it takes back what it has lent (if ranks of this process are using that memory, it waits for them without a
+//! time limit); then all its operations fail.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -43,7 +43,8 @@ enum Fate {
 type OnDevices = Option<Arc<Lease>>;
 
 impl Fate {
-    /// By the leases of the peers that were lent some of the buffers, and of the links that may write to them. `None`: nobody can tell how long.
+    /// What follows from the leases of the peers that were lent some of the buffers (`lent`), and of the links that may write to them (`written`).
+    /// `None`: nobody can tell for how long.
     fn of(lent: Option<Vec<Arc<Lease>>>, written: Option<Vec<Arc<Lease>>>) -> Fate {
         match lent.zip(written).map(|(lent, written)| [lent, written].concat()) {
             Some(leases) if leases.is_empty() => Fate::Back,
@@ -79,7 +80,7 @@ impl Fate {
     }
 }
 
-/// Whether copies to or from a collective's memory may be on their way that nothing else waits for.
+/// Whether copies that nothing else waits for may be under way, to or from a collective's memory.
 fn is_settling(carrier: Option<&Arc<dyn Carrier>>) -> bool {
     carrier.is_some_and(|carrier| carrier.is_settling())
 }
@@ -195,7 +196,7 @@ impl Run {
         keep_remains();
         let mut failed = self.take_begun(of, (on_devices, &until), &cause);
         of.submitted.take_queued(&mut failed, &until, &of.recorder, &cause);
-        // Now the remains of operations that were given up only just now, as they were called after the communicator had failed.
+        // Once more, for operations that were given up only in between, as they were called after the communicator had failed.
         keep_remains();
         for (key, fate) in failed {
             of.submitted.set_apart(key, fate, &of.copy_backs);

@@ -143,9 +143,9 @@ pub(super) fn fold(fold: &Fold<'_>, m: usize, all: &[*mut u8], bypassing: usize)
     let (streamed, outs) = all.split_at(bypassing);
     let divisor = c.divisor(step);
     // SAFETY: `m` elements are inside our chunk of every rank's buffers. The table owns ours. Peers lend theirs, and `borrow_all` has just
-    // seen that they have not taken them back: peers in this process cannot now, as this thread holds the memory lock, and of peers in
-    // others `LinkRx::borrow` has checked that the memory is in their region, which stays mapped. Each rank's input and output are equal
-    // or disjoint, those of two ranks are disjoint, and by the protocol this rank alone touches this chunk of them now.
+    // seen that they have not taken them back: peers in this process cannot do so now, as this thread holds the memory lock; as for peers in
+    // other processes, `LinkRx::borrow` has checked that the memory is in their region, which stays mapped. Each rank's input and output are
+    // equal or disjoint, those of two ranks are disjoint, and by the protocol this rank alone touches this chunk of them now.
     unsafe {
         match &c.op.reduction {
             Reduction::Op(op) if streamed.is_empty() => {

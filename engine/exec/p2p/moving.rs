@@ -90,8 +90,8 @@ impl Message {
         if is_elsewhere || self.signature.dtype != DType::Bool as u8 {
             return None;
         }
-        // SAFETY: the table owns the receive's buffer, which has `bytes` bytes. All data has come, or the message has failed and no peer touches
-        // the buffer (the callers), so nobody writes there any more.
+        // SAFETY: the table owns the receive's buffer, which has `bytes` bytes. Callers see to it that all data has come, or that the message has
+        // failed and no peer touches the buffer: so nobody writes there any more.
         unsafe { check_bools(self.memory, self.bytes) }
     }
 }

@@ -7,9 +7,9 @@
 //! | `loan_run.rs` | [`LoanRun`]: runs the same collective by loans of memory, where all ranks can lend |
 //! | `small_run.rs` | [`SmallRun`]: runs small operations, one whole step after another; where that is not possible, a `PlanRun` takes over |
 //!
-//! Neither of the two runs knows the other. A [`PartRun`] has one of each, and this file alone chooses between them. A part for which
-//! ranks are to lend goes by loans, until it is done or some rank turns out not to be able to lend. Then it takes the steps, from the
-//! first one on. If this rank has already lent memory to peers, they give it back and have written nothing to it.
+//! [`PlanRun`] and [`LoanRun`] do not know each other. A [`PartRun`] has one of each, and this file alone chooses between them. A part for
+//! which ranks are to lend goes by loans, until it is done or some rank turns out not to be able to lend. In that case it takes the steps,
+//! from the first one on. If this rank has already lent memory to peers, they give it back and have written nothing to it.
 
 mod loan_run;
 mod plan_run;
@@ -87,13 +87,13 @@ pub(crate) struct Parts<B, L> {
     idle: Vec<Box<PartRun<B, L>>>,
     /// What runs the operation instead, if it is small.
     small: Option<SmallRun>,
-    /// Whether small operations are to be tried so: until a link turns out to be unsuitable.
+    /// Whether a [`SmallRun`] is tried for small operations: it is until a link turns out to be unsuitable.
     tries_small: bool,
     /// Whether all ranks share memory.
     shares_memory: bool,
     /// Whether the last pass ended because it had touched as many bytes as a pass may.
     was_long: bool,
-    /// Bytes of working memory that the parts of this operation that are over have needed.
+    /// Bytes of working memory that the finished parts of this operation have needed.
     needed: usize,
 }
 

@@ -122,7 +122,7 @@ impl<B: Backend> PlanRun<B> {
         }
     }
 
-    /// A part begins. Its steps are set up by [`start`](Self::start) when the part takes them: one that goes by loans needs its memory alone.
+    /// A part begins. [`start`](Self::start) sets its steps up when the part takes them: a part that goes by loans needs only the backend.
     #[inline]
     pub(super) fn begin(&mut self, c: Context<'_>) {
         self.steps.clear();
@@ -171,7 +171,7 @@ impl<B: Backend> PlanRun<B> {
         self.ready.reset(plan.steps.len());
     }
 
-    /// Called after `start`, for a part whose first steps this run has done, each as a whole.
+    /// Called after `start`, for a part whose first steps `small` has done, each as a whole.
     pub(super) fn go_on_after(&mut self, program: &Program, small: &SmallRun) {
         let done = small.next;
         for (i, step) in program.plan.steps.iter().enumerate().take(done) {
@@ -374,7 +374,7 @@ impl<B: Backend> PlanRun<B> {
         after.map(|j| self.limit(i, *j, self.steps[*j as usize].pos)).min().unwrap_or(come).min(come)
     }
 
-    /// Up to which element (exclusive) step `i` may write, by how far the steps before it have got that read there or send from there.
+    /// Up to which element (exclusive) step `i` may write. Steps before it that read there, or send from there, limit this by how far they have got.
     fn read_limit(&self, program: &Program, i: usize) -> usize {
         let mut limit = usize::MAX;
         for &j in program.nodes[i].after_read.iter().filter(|_| self.backend.keeps(Wait::Read)) {

@@ -1,12 +1,12 @@
 //! [`SmallRun`]: runs a small operation, one whole step after another.
 //!
-//! An operation is small if it has one part and each of the part's messages goes in one frame whose payload the link copies, or which lies in a staging
-//! slot. Then the memory that a step sends from is free as soon as the step's frames are posted, and what a step needs is there when all frames that
-//! it receives have come. So a small operation needs none of the cursors with which a [`PlanRun`](super::plan_run::PlanRun) goes on with many steps
-//! at a time, slice by slice; setting these up takes longer than small steps take.
+//! An operation is small if it has one part and each of the part's messages goes in one frame, whose payload the link copies or this rank copies to
+//! a staging slot. Then the memory that a step sends from is free as soon as the step's frames are posted, and what a step needs is there when all
+//! frames that it receives have come. So a small operation needs none of the cursors with which a [`PlanRun`](super::plan_run::PlanRun) goes on with
+//! many steps at a time, slice by slice; setting these up takes longer than small steps take.
 //!
-//! Where all ranks share memory, a step waits until there is room for its messages. No ranks wait for each other so: of the oldest operation that some
-//! rank has not finished, a link carries at most a message for each step, and for so many it has room, as the frames of earlier operations were
+//! Where all ranks share memory, a step waits until there is room for its messages. This makes no ranks wait for each other: a link carries at most one
+//! message for each step of the oldest operation that some rank has not finished, and it has room for so many, as the frames of earlier operations were
 //! released. Other links may have no room until the receiver has opened its end, which it does when it first looks for a frame there. A rank that did one
 //! step after another could do that too late. So over such links only operations of one step are small.
 //!
@@ -44,7 +44,7 @@ pub(super) enum SmallPass {
     Complete,
     /// The rest of the operation is for a [`PlanRun`](super::plan_run::PlanRun).
     TakeOver,
-    /// So is the rest of this one, and all of the communicator's others: a link is not of the right kind.
+    /// The rest of the operation is for a `PlanRun`, and no later operation of the communicator is for a [`SmallRun`]: a link is of the wrong kind.
     Unsuitable,
 }
 
@@ -55,7 +55,7 @@ enum Stepped {
     NotYet,
     /// The step is not for a [`SmallRun`].
     Irregular,
-    /// No step with a message over this link is.
+    /// No step with a message over this link is for a [`SmallRun`].
     Unsuitable,
 }
 

@@ -90,8 +90,8 @@ impl<B: Backend> PlanRun<B> {
         if m == 0 {
             return Ok(false);
         }
-        // Whenever there is room at `dst`: an earlier call of `LinkRx::receive_into` may have left that room to the link, and then
-        // the frame must be used by nothing but another such call that goes on there.
+        // The link receives whenever there is room at `dst`: an earlier call of `LinkRx::receive_into` may have left that room to the
+        // link, and then nothing may use the frame but another such call, which goes on there.
         if writable > 0 && self.receives_itself(t, i, port)? {
             return self.receive(t, i, writable, port);
         }
@@ -197,7 +197,7 @@ impl<B: Backend> PlanRun<B> {
         let m = writable.min(end - state.got);
         let at = self.address(t.c.part, dst, &state, state.pos);
         // SAFETY: `m` elements at `pos` of chunk `dst`: inside the operation's buffer, which the table
-        // owns; no other step touches them now (the limits above), no peer reads them (freed).
+        // owns; no other step touches them now, and no peer reads them, as `written_limit` and `writable` say.
         let bytes = unsafe { port.rx(*from)?.receive_into(at, m * state.unit, state.unit)? };
         self.gathered(program, i, bytes / state.unit, true);
         Ok(bytes > 0)
