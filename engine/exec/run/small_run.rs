@@ -19,9 +19,13 @@ use crate::exec::backend::{Agreement, Backend, Context, Lends, MAX_LENDERS, Slic
 use crate::exec::operation::Operation;
 use crate::exec::port::{Payload, Port};
 use crate::link::region::Slot;
-use crate::plan::compile::STEPWISE_OPERANDS;
+use crate::link::ring::CELLS;
+use crate::plan::compile::{STEPWISE_OPERANDS, STEPWISE_STEPS};
 use crate::plan::{At, Operand, Step};
 use crate::types::Rank;
+
+// A link of ranks that share memory has room for all messages of an operation.
+const _: () = assert!(STEPWISE_STEPS as u64 <= CELLS);
 
 /// Messages of at most so many bytes are small.
 const SMALL: usize = 4 << 10;
