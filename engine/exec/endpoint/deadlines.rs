@@ -72,15 +72,19 @@ impl Run {
         if now - started <= STALL.min(timeout / 4) || !is_due {
             return None;
         }
-        self.active.stalled_at = Some(now);
         let mut waiting = self.waiting_for();
-        if of.peers.first_left(&waiting).is_some() {
+        if of.peers.first_left(&waiting, now).is_some() {
             // The rank that left may have sent and released, before it left, all that this rank waits for.
             self.reap();
             waiting = self.waiting_for();
         }
+        let left = of.peers.first_left(&waiting, now);
+        if matches!(left, Some((_, false))) {
+            return None;
+        }
+        self.active.stalled_at = Some(now);
         of.recorder.waiting(number, &waiting);
-        if let Some(rank) = of.peers.first_left(&waiting) {
+        if let Some((rank, _)) = left {
             let lost = Error::lost(rank, Lost::Left);
             return Some(match self.active.operation(&of.config.name) {
                 Some(operation) => lost.during(operation),
@@ -93,7 +97,7 @@ impl Run {
 
     /// The error for a message that is overdue, or whose peer has left, if there is one.
     fn overdue_message(&self, of: &Endpoint, now: Instant) -> Option<Error> {
-        let overdue = of.peers.with_left(|has_left| self.messages.overdue(now, &self.clock, has_left));
+        let overdue = of.peers.with_left(now, |has_left| self.messages.overdue(now, &self.clock, has_left));
         let (message, why) = overdue?;
         let (number, signature) = (message.number, message.signature);
         let operation = Operation { comm: of.config.name.clone(), number, signature };

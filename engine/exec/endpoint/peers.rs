@@ -16,6 +16,9 @@ const ANSWER: Duration = Duration::from_millis(1200);
 /// How long to wait for the rank's memory lock: a pass of another communicator, which may hold it, is over sooner.
 const LOCK: Duration = Duration::from_millis(100);
 
+/// What a rank has sent before it left may come after its goodbye, as the goodbye takes a connection of its own. After so long all has come.
+const UNDER_WAY: Duration = Duration::from_millis(200);
+
 /// How many of the messages that one rank waits for are remembered.
 const TOLD: usize = 8;
 
@@ -24,12 +27,19 @@ const TOLD: usize = 8;
 struct Peer {
     /// Its answer to the last question about an operation that does not move.
     answer: Option<Answer>,
-    /// It has left the world in peace.
-    has_left: bool,
+    /// When it said that it has left the world, in peace.
+    left: Option<Instant>,
     /// It closes the communicator, on which it has called so many collectives.
     closes_after: Option<u64>,
     /// The last messages from this rank for which it said that it waits: their numbers and signatures.
     awaits: VecDeque<(u64, Signature)>,
+}
+
+impl Peer {
+    /// Whether it has left longer than [`UNDER_WAY`] ago; `None`: it has not left.
+    fn is_long_gone(&self, now: Instant) -> Option<bool> {
+        self.left.map(|left| now.saturating_duration_since(left) > UNDER_WAY)
+    }
 }
 
 #[derive(Clone)]
@@ -69,8 +79,8 @@ impl Peers {
         self.change(peer, |peer| peer.answer = Some(Answer { about, last, receives, at }));
     }
 
-    pub(super) fn left(&self, peer: Rank) {
-        self.change(peer, |peer| peer.has_left = true);
+    pub(super) fn left(&self, peer: Rank, now: Instant) {
+        self.change(peer, |peer| peer.left = Some(now));
     }
 
     /// A peer closes the communicator, on which it has called so many collectives.
@@ -93,28 +103,30 @@ impl Peers {
         self.0.lock().get(peer).map(|peer| peer.awaits.iter().copied().collect()).unwrap_or_default()
     }
 
-    /// The first of these ranks that has left.
-    pub(super) fn first_left(&self, ranks: &[Rank]) -> Option<Rank> {
+    /// The first of these ranks that has left, and whether all that it sent before has had time to come ([`UNDER_WAY`]).
+    pub(super) fn first_left(&self, ranks: &[Rank], now: Instant) -> Option<(Rank, bool)> {
         let peers = self.0.lock();
-        ranks.iter().copied().find(|rank| peers[*rank].has_left)
+        ranks.iter().find_map(|rank| Some((*rank, peers[*rank].is_long_gone(now)?)))
     }
 
-    /// Calls `then` with a function that says whether a rank has left, and returns the result. The lock is held meanwhile.
-    pub(super) fn with_left<R>(&self, then: impl FnOnce(&dyn Fn(Rank) -> bool) -> R) -> R {
+    /// Calls `then` with a function that says whether a rank has left so long ago that all that it sent before has come, and returns the result. The
+    /// lock is held meanwhile.
+    pub(super) fn with_left<R>(&self, now: Instant, then: impl FnOnce(&dyn Fn(Rank) -> bool) -> R) -> R {
         let peers = self.0.lock();
-        then(&|rank| peers[rank].has_left)
+        then(&|rank| peers[rank].is_long_gone(now) == Some(true))
     }
 
     /// For each rank, whether it has left.
     #[cfg(test)]
     pub(crate) fn all_left(&self) -> Vec<bool> {
-        self.0.lock().iter().map(|peer| peer.has_left).collect()
+        self.0.lock().iter().map(|peer| peer.left.is_some()).collect()
     }
 
     /// Whether all but rank `us` close or have left.
     pub(crate) fn all_close(&self, us: Rank) -> bool {
         let peers = self.0.lock();
-        let closes = |(rank, peer): (Rank, &Peer)| rank == us || peer.closes_after.is_some() || peer.has_left;
+        let closes =
+            |(rank, peer): (Rank, &Peer)| rank == us || peer.closes_after.is_some() || peer.left.is_some();
         peers.iter().enumerate().all(closes)
     }
 
@@ -153,7 +165,7 @@ impl Peers {
 impl Endpoint {
     /// A peer said goodbye in peace.
     pub(crate) fn peer_left(&self, peer: Rank) {
-        self.peers.left(peer);
+        self.peers.left(peer, self.config.now());
         self.config.runtime.kick();
     }
 
@@ -260,13 +272,19 @@ mod tests {
         let peers = Peers::new(3);
         assert!(!peers.all_close(0));
         peers.closes(1, 5);
-        peers.left(2);
+        let now = Instant::now();
+        peers.left(2, now);
         assert!(peers.all_close(0));
         assert_eq!(peers.closes_after_other(5), None);
         assert_eq!(peers.closes_after_other(4), Some((1, 5)));
-        assert_eq!((peers.first_left(&[1, 2]), peers.first_left(&[1])), (Some(2), None));
+        for (later, is_long_gone) in [(Duration::ZERO, false), (UNDER_WAY, false), (2 * UNDER_WAY, true)] {
+            let then = now + later;
+            assert_eq!(peers.first_left(&[1, 2], then), Some((2, is_long_gone)));
+            assert_eq!(peers.first_left(&[1], then), None);
+            assert_eq!(peers.with_left(then, |has_left| [has_left(1), has_left(2)]), [false, is_long_gone]);
+        }
         assert_eq!(peers.all_left(), [false, false, true]);
-        peers.left(17);
+        peers.left(17, now);
         assert_eq!(peers.all_left().len(), 3, "a rank that is no member changes nothing");
     }
 }

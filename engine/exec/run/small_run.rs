@@ -131,25 +131,8 @@ impl SmallRun {
             backend.base(c.part, at.slot).wrapping_add(start)
         };
         let mut ins = [std::ptr::null(); STEPWISE_OPERANDS];
-        for (at, operand) in ins.iter_mut().zip(&step.operands) {
-            let from = match operand {
-                Operand::Recv(from) => *from,
-                Operand::Own(own) => {
-                    *at = address(*own).cast_const();
-                    continue;
-                }
-                Operand::Lent(_) => return Ok(Stepped::Irregular),
-            };
-            // A link that is a stream of bytes brings what it can straight to its place.
-            if port.rx(from)?.is_byte_stream() {
-                return Ok(Stepped::Unsuitable);
-            }
-            let message = t.message(number_of(&program.recvs[from], i));
-            *at = match t.next_of_steps(from, c.signature(i, &state), port)? {
-                None => return Ok(Stepped::NotYet),
-                Some(frame) if frame.is_whole(message, bytes) => frame.data,
-                Some(_) => return Ok(Stepped::Irregular),
-            };
+        if let Some(not_done) = operands(&mut ins, t, (i, step, &state), address, port)? {
+            return Ok(not_done);
         }
         let dst = step.dst.map(address);
         let from = dst.map_or(ins[0], <*mut u8>::cast_const);
@@ -216,6 +199,38 @@ impl SmallRun {
             ranks.extend(step.send.iter().filter(is_full));
         }
     }
+}
+
+/// Finds step `i`'s operands. If one is not there, or not as it should be, returns what that makes of the step.
+#[inline]
+fn operands(
+    ins: &mut [*const u8; STEPWISE_OPERANDS],
+    t: Turn<'_, impl LinkUse>,
+    (i, step, state): (usize, &Step, &StepState),
+    address: impl Fn(At) -> *mut u8,
+    port: &mut Port,
+) -> Result<Option<Stepped>, Error> {
+    for (at, operand) in ins.iter_mut().zip(&step.operands) {
+        let from = match operand {
+            Operand::Recv(from) => *from,
+            Operand::Own(own) => {
+                *at = address(*own).cast_const();
+                continue;
+            }
+            Operand::Lent(_) => return Ok(Some(Stepped::Irregular)),
+        };
+        // A link that is a stream of bytes brings what it can straight to its place.
+        if port.rx(from)?.is_byte_stream() {
+            return Ok(Some(Stepped::Unsuitable));
+        }
+        let message = t.message(number_of(&t.c.program().recvs[from], i));
+        *at = match t.next_of_steps(from, t.c.signature(i, state), port)? {
+            None => return Ok(Some(Stepped::NotYet)),
+            Some(frame) if frame.is_whole(message, state.len * state.unit) => frame.data,
+            Some(_) => return Ok(Some(Stepped::Irregular)),
+        };
+    }
+    Ok(None)
 }
 
 /// How a step's messages can go.
