@@ -40,6 +40,15 @@ struct Notifiers {
     made: usize,
 }
 
+/// Streams that no caller and no rank has.
+#[derive(Default)]
+struct HelperStreams {
+    /// They wait for events on the host's behalf.
+    notifiers: Mutex<Notifiers>,
+    /// For copies that wait for nothing. Made when first asked for.
+    copies: Mutex<Option<Way>>,
+}
+
 /// A device's handle, and what all streams, events and memory of the device share. The fields' types do not know `Context`, except those of
 /// `lines.rs`; the code that uses them is in files that import this one (`pool.rs`, `launch.rs`, `queues.rs`).
 pub(super) struct Context {
@@ -50,8 +59,7 @@ pub(super) struct Context {
     pub(super) allocations: Mutex<Allocations>,
     /// Held by the thread that gets memory for the pool from the driver, or gives some back.
     pub(super) growing: Mutex<()>,
-    notifiers: Mutex<Notifiers>,
-    copies: Mutex<Option<Way>>,
+    helpers: HelperStreams,
     /// The streams that collectives run on, and what may hold them up.
     pub(super) ways: Mutex<Ways>,
     /// The streams that callers have made, or have passed in.
@@ -78,8 +86,7 @@ impl Context {
             pool: Mutex::default(),
             allocations: Mutex::default(),
             growing: Mutex::default(),
-            notifiers: Mutex::default(),
-            copies: Mutex::default(),
+            helpers: HelperStreams::default(),
             ways: Mutex::default(),
             callers: Mutex::default(),
             pinned: Mutex::default(),
@@ -95,7 +102,7 @@ impl Context {
         if !self.ways.try_lock().is_some_and(|mut ways| ways.is_quiet()) {
             return None;
         }
-        let idle = self.notifiers.lock().idle.pop();
+        let idle = self.helpers.notifiers.lock().idle.pop();
         idle.or_else(|| self.make_notifier(entered))
     }
 
@@ -103,7 +110,7 @@ impl Context {
     /// and that work may wait for the thread that needs the stream. If some cannot be made, the engine does without them.
     pub(super) fn make_streams(&self, entered: &Entered<'_>) {
         let all: Vec<_> = std::iter::from_fn(|| self.make_notifier(entered)).take(AHEAD).collect();
-        let mut notifiers = self.notifiers.lock();
+        let mut notifiers = self.helpers.notifiers.lock();
         notifiers.idle.extend(all);
         // `make_notifier` then makes no more.
         notifiers.made = NOTIFIERS;
@@ -113,7 +120,7 @@ impl Context {
 
     fn make_notifier(&self, _: &Entered<'_>) -> Option<CuStream> {
         {
-            let mut notifiers = self.notifiers.lock();
+            let mut notifiers = self.helpers.notifiers.lock();
             if notifiers.made == NOTIFIERS {
                 return None;
             }
@@ -122,26 +129,26 @@ impl Context {
         // SAFETY: in this context (`Entered`). Whoever gets the stream gives it back to `idle`, and `drop` destroys it.
         let stream = unsafe { self.cuda.stream_create_with_priority(CU_STREAM_NON_BLOCKING, 0) };
         if stream.is_err() {
-            self.notifiers.lock().made -= 1;
+            self.helpers.notifiers.lock().made -= 1;
         }
         stream.ok()
     }
 
     /// The stream for copies that wait for nothing, made when it is first asked for. As long as the result is held, no other stream takes its place.
     pub(super) fn copies(&self, entered: &Entered<'_>) -> Result<MappedMutexGuard<'_, CuStream>, CudaError> {
-        let copies = self.copies.lock();
+        let copies = self.helpers.copies.lock();
         let way = copies.map_or_else(|| Way::make(self, entered, |_, _| 0), Ok)?;
         Ok(MutexGuard::map(copies, |copies| &mut copies.get_or_insert(way).raw)) // destroyed in `drop`
     }
 
     pub(super) fn copies_way(&self) -> Option<Way> {
-        *self.copies.lock()
+        *self.helpers.copies.lock()
     }
 
     /// Lets copies go on with the stream `next`, behind all that is on their present one. Returns the stream that they leave, which is then the
     /// caller's to keep or destroy. If copies have no stream yet, returns `next`.
     pub(super) fn copies_go_on_with(&self, entered: &Entered<'_>, next: Way) -> Result<Way, CudaError> {
-        let mut copies = self.copies.lock();
+        let mut copies = self.helpers.copies.lock();
         let Some(way) = &mut *copies else { return Ok(next) };
         self.follow(entered, way.raw, next.raw)?;
         Ok(std::mem::replace(way, next))
@@ -149,7 +156,9 @@ impl Context {
 
     /// Blocks until all copies that were put on the stream for [copies](Self::copies) are done.
     pub(super) fn synchronize_copies(&self) -> Result<(), Error> {
-        match MutexGuard::try_map(self.copies.lock(), |copies| copies.as_mut().map(|way| &mut way.raw)) {
+        match MutexGuard::try_map(self.helpers.copies.lock(), |copies| {
+            copies.as_mut().map(|way| &mut way.raw)
+        }) {
             Ok(stream) => self.synchronize("wait for copies", stream),
             Err(_) => Ok(()),
         }
@@ -220,7 +229,7 @@ impl Context {
 
     /// Takes a notifier back. `is_free`: what it waited for is over. If that is not so, it is used again only when there is no other.
     pub(super) fn give_back(&self, notifier: CuStream, is_free: bool) {
-        let idle = &mut self.notifiers.lock().idle;
+        let idle = &mut self.helpers.notifiers.lock().idle;
         let last = if is_free { idle.len() } else { 0 };
         idle.insert(last, notifier);
     }
@@ -230,8 +239,8 @@ impl Drop for Context {
     fn drop(&mut self) {
         // SAFETY: taken out once, here, and from here on nobody uses it by `self`.
         let handle = unsafe { ManuallyDrop::take(&mut self.handle) };
-        let idle = std::mem::take(&mut self.notifiers.get_mut().idle);
-        let copies = self.copies.get_mut().take().map(|way| way.raw);
+        let idle = std::mem::take(&mut self.helpers.notifiers.get_mut().idle);
+        let copies = self.helpers.copies.get_mut().take().map(|way| way.raw);
         let remains = Remains {
             handle,
             pool: std::mem::take(self.pool.get_mut()),
