@@ -377,8 +377,8 @@ fn default_directory() -> PathBuf {
 pub(crate) fn directory() -> Option<PathBuf> {
     match std::env::var_os("ALLSTREAM_TRACE_DIR") {
         Some(off) if off == "off" => None,
-        Some(dir) => Some(PathBuf::from(dir)),
-        None => Some(default_directory()),
+        Some(dir) if !dir.is_empty() => Some(PathBuf::from(dir)),
+        _ => Some(default_directory()),
     }
 }
 

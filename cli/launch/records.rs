@@ -29,8 +29,8 @@ impl Records {
         let given = job.env.iter().rev().find(|(key, _)| key == VARIABLE).map(|(_, value)| value.clone());
         let dir = match given.or_else(|| std::env::var_os(VARIABLE)) {
             Some(off) if off == "off" => None,
-            Some(dir) => Some(dir.into()),
-            None => {
+            Some(dir) if !dir.is_empty() => Some(dir.into()),
+            _ => {
                 // The user's number is in the name, as in the engine's default: one user cannot write to a directory that another one has made.
                 let user = rustix::process::geteuid().as_raw();
                 let all = std::env::temp_dir().join(format!("allstream-{user}"));

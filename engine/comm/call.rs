@@ -332,12 +332,18 @@ impl<'a> Call<'a> {
 
     fn check(&self, spec: &Spec, dtype: DType) -> Result<(), Error> {
         forked::check()?;
-        let (kind, n) = (spec.kind, self.size());
-        if spec.root >= n {
-            let problem = format!("root {} is not in this group of {n}; roots are 0..={}", spec.root, n - 1);
-            return Err(Error::invalid(kind.name(), problem));
-        }
+        self.check_root(spec)?;
+        let kind = spec.kind;
         self.check_reduction(kind, dtype).map_err(|problem| Error::invalid(kind.name(), problem))
+    }
+
+    fn check_root(&self, spec: &Spec) -> Result<(), Error> {
+        let (root, n) = (spec.root, self.size());
+        if root < n {
+            return Ok(());
+        }
+        let problem = format!("root {root} is not in this group of {n}; roots are 0..={}", n - 1);
+        Err(Error::invalid(spec.kind.name(), problem))
     }
 
     /// The signature, which ranks compare before they use each other's data.
@@ -421,6 +427,8 @@ impl<'a> Call<'a> {
             Err(problem) => return Submitted::refused(Error::invalid(spec.kind.name(), problem), held),
         };
         let prepare = || {
+            // The list may be empty.
+            self.check_root(&spec)?;
             let (mut detail, mut all) = (spec.detail, Vec::with_capacity(parts.len()));
             for (count, memory) in &parts {
                 let ((input, output), count) = (memory.on_host().unwrap_or(UNSTAGED), *count);

@@ -85,7 +85,7 @@ fn line_up<T: Element>(from: &DeviceBuf<T>, stream: &DeviceStream) -> Result<(),
     // An event of a stream that is being captured belongs to the graph: a stream that waits for it is captured from then on, too.
     refused_in_capture(from.stream(), DOING)?;
     refused_in_capture(stream, DOING)?;
-    stream.wait_event(&from.stream().point()?)
+    stream.wait_for_stream(from.stream())
 }
 
 /// Puts the copy on the target's stream, which has been made to wait for the source's. The lengths are equal.

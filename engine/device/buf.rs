@@ -351,11 +351,7 @@ impl<T: Element> DeviceBuf<T> {
         if self.stream == *stream {
             return Ok(());
         }
-        let joined = self.stream.0.standing.lock().joined().to_vec();
-        stream.wait_event(&self.stream.point()?)?;
-        // From here on `stream`, too, waits for the operations that the buffer's stream waits for.
-        stream.0.standing.lock().joins(&joined);
-        Ok(())
+        stream.wait_for_stream(&self.stream)
     }
 
     /// Another buffer of the same memory, in the order of the same stream. The caller sees to it that no element is in two buffers that are used.

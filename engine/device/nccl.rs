@@ -5,6 +5,7 @@
 
 mod varied;
 
+use std::mem::ManuallyDrop;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Once, OnceLock};
 use std::time::{Duration, Instant};
@@ -491,6 +492,8 @@ impl Drop for NcclEnd {
         };
         let (library, busy) = (self.library, Busy::new());
         let streams = (self.stream.clone(), self.streams.clone());
+        // If no thread can be started, the communicator stays, and may still use these.
+        let used = ManuallyDrop::new((kept, streams));
         let end = move || {
             // SAFETY: taken out above, so nobody else has the communicator.
             let ended = unsafe { end_in_peace(library.0, comm) };
@@ -499,12 +502,10 @@ impl Drop for NcclEnd {
                 // SAFETY: as above; after an error of `end_in_peace` the communicator still exists.
                 if let Err(error) = unsafe { library.0.abort(comm) } {
                     tracing::warn!("an NCCL communicator could not be aborted: {error}");
-                    // It may still use these.
-                    std::mem::forget((kept, streams));
                     return;
                 }
             }
-            drop((kept, streams));
+            drop(ManuallyDrop::into_inner(used));
             drop(busy);
         };
         if let Err(error) = std::thread::Builder::new().name("allstream-finalize".into()).spawn(end) {

@@ -56,7 +56,7 @@ impl Packing<'_> {
     ) -> Result<Emptied, Error> {
         let (parts, PackedAt { place, table }) = (self.parts(bufs)?, packed);
         if !is_same(stream, &place.stream) {
-            stream.wait_event(&place.stream.point()?)?;
+            stream.wait_for_stream(&place.stream)?;
         }
         // SAFETY: the buffer has `len` elements of this type (`fill`) and exists, as the caller promises. `stream` is the buffer's own or has
         // just been made to wait for it. On the buffer's stream is the kernel that packed the gradients, behind what was on theirs.

@@ -49,7 +49,7 @@ pub(crate) unsafe fn pack_on_device(
     streams(parts).chain([stream]).try_for_each(|stream| refused_in_capture(stream, DOING))?;
     let table = Table::new(stream, parts)?;
     for other in others() {
-        stream.wait_event(&other.point()?)?;
+        stream.wait_for_stream(other)?;
     }
     // SAFETY: the caller's promise; the stream is the contiguous buffer's, and has just been made to wait for the others.
     unsafe { put(stream, contiguous, &table, Direction::Pack) }?;
@@ -107,7 +107,7 @@ pub(crate) fn all_wait_for<'a>(
     if others.peek().is_none() {
         return Ok(());
     }
-    let ordered = stream.point().and_then(|event| others.try_for_each(|other| other.wait_event(&event)));
+    let ordered = others.try_for_each(|other| other.wait_for_stream(stream));
     ordered.or_else(|_| stream.synchronize())
 }
 

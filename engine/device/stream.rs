@@ -201,6 +201,14 @@ impl DeviceStream {
         })
     }
 
+    /// Makes this stream wait for what `other` holds now, and notes that it then waits for the operations for which `other` waits, too.
+    pub(crate) fn wait_for_stream(&self, other: &DeviceStream) -> Result<(), Error> {
+        let joined = other.0.standing.lock().joined().to_vec();
+        self.wait_event(&other.point()?)?;
+        self.0.standing.lock().joins(&joined);
+        Ok(())
+    }
+
     /// Puts work here that writes zeros to `bytes` bytes from the address `at` on.
     ///
     /// # Safety
