@@ -41,7 +41,7 @@ impl Process {
     }
 }
 
-/// Numbers names from 0, in the order in which each first comes. Returns `size` numbers: 0 where there is no name.
+/// Numbers names from 0, in the order in which each first comes. Returns each name's number, and then zeros until there are `size` numbers.
 pub(crate) fn numbered<N: PartialEq>(names: impl Iterator<Item = N>, size: usize) -> Vec<u32> {
     let mut known = Vec::new();
     let mut number = |name: N| match known.iter().position(|k| *k == name) {
@@ -89,7 +89,7 @@ fn host() -> Result<String, Error> {
     Ok(format!("{name}/{:032x}", nonce()?))
 }
 
-/// Whether another process of this host may run on a core that this one may run on. It may not if the launcher gives each rank cores of its own.
+/// Whether another process of this host may run on a core on which this process may run, too: not if the launcher gives each rank cores of its own.
 pub(crate) fn shares_cores(pid: u32) -> bool {
     let theirs = i32::try_from(pid).ok().and_then(Pid::from_raw);
     theirs.is_none_or(|theirs| share_cores(rustix::process::getpid(), theirs))

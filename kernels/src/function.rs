@@ -212,7 +212,7 @@ mod tests {
             let _ = &captured;
             left.fill(0);
         });
-        // As a thread that drives operations has it.
+        // The last share of the function, such as a thread that drives operations may hold.
         let last = function.erased();
         drop(function);
         assert!(catch_unwind(AssertUnwindSafe(|| drop(last))).is_ok());

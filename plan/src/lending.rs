@@ -2,7 +2,7 @@
 //!
 //! | collective | hops | a rank reads and writes | source |
 //! |---|---|---|---|
-//! | all_reduce ("one-pass") | 2: the loan, and its way back | `count` of all inputs together, `count` of all outputs | the same division of work as `direct`, without the messages; in the GPU libraries "two-shot over peer memory" |
+//! | all_reduce ("one-pass") | 2: the loan, and its way back | one chunk of each input, `count` in all; one chunk of each output, `count` in all | the same division of work as `direct`, without the messages; in the GPU libraries "two-shot over peer memory" |
 //!
 //! Rank p folds chunk p of all inputs in rank order and writes it into all outputs: so the ranks together read each input once
 //! and write each output once, which is the least possible. If the chunks went as messages, each would be read and written once

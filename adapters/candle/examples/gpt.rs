@@ -53,7 +53,7 @@ struct Block {
 
 impl Block {
     fn new(Size { width, heads, .. }: Size, vb: VarBuilder) -> Result<Block> {
-        // With a bias candle takes a kernel that has no gradient.
+        // A norm with a bias would be computed by a kernel of candle's that has no gradient.
         let norm = |name| layer_norm_no_bias(width, 1e-5, vb.pp(name));
         Ok(Block {
             norms: [norm("norm_1")?, norm("norm_2")?],
@@ -133,7 +133,8 @@ impl Gpt {
         loss::cross_entropy(&logits, &targets.flatten_all()?)
     }
 
-    /// The loss of a batch. `cut` is called behind the embedding and behind each block, where [`Segments`] end one segment.
+    /// The loss of a batch. `cut` is called with the output of the embedding and of each block: there one segment ends if the model is
+    /// trained in [`Segments`].
     ///
     /// [`Segments`]: allstream_candle::Segments
     fn loss(
@@ -187,8 +188,8 @@ pub fn rows(
     Tensor::from_iter(rows, &Device::Cpu)?.reshape((n, length))
 }
 
-/// The inputs of rank `rank` of `ranks` in a step, and its targets: the same sequences, one character later. Sequence i of a step begins at
-/// the same character for any number of ranks.
+/// The inputs of rank `rank` of `ranks` in a step, and its targets: the same sequences, one character later. All ranks together
+/// have the same sequences in a step, whatever the number of ranks.
 fn batch(text: &[u32], step: usize, rank: usize, ranks: usize) -> Result<[Tensor; 2]> {
     let part = BATCH / ranks;
     let starts = (0..part).map(|i| (step * BATCH + rank * part + i) * 97 % (text.len() - SMALL.context - 1));

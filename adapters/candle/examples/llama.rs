@@ -164,7 +164,7 @@ impl Block {
     }
 }
 
-/// Cosines and sines of the rotary embedding of the first positions.
+/// Cosines and sines of the rotary embedding of the first `length` positions.
 fn rotation(length: usize) -> Result<(Tensor, Tensor)> {
     let frequencies = (0..HEAD).step_by(2).map(|i| 1.0 / THETA.powf(i as f32 / HEAD as f32));
     let frequencies = Tensor::from_iter(frequencies, &Device::Cpu)?.reshape((1, ()))?;

@@ -68,8 +68,8 @@ impl Options {
         self
     }
 
-    /// Allows that variables have no gradient on some ranks or on all. If any rank has one, those without count as zeros in the mean. Costs
-    /// one small collective a step. Without this option such a step is an error, which names the variables.
+    /// Allows that variables have no gradient on some ranks or on all. If any rank has a gradient of a variable, the ranks without one count
+    /// as zeros in its mean. Costs one small collective a step. Without this option such a step is an error, which names the variables.
     pub fn unused_variables(mut self, are_allowed: bool) -> Options {
         self.is_partial = are_allowed;
         self

@@ -177,7 +177,7 @@ impl Card {
         self.second.as_ref()
     }
 
-    /// Whether links are to use this second port to a peer's port with this address.
+    /// Whether links are to connect this second port to the peer's port with this address.
     pub(super) fn reaches(&self, gid: &[u8; 16]) -> bool {
         let unreached = self.unreached.lock();
         !self.is_given_up.load(Ordering::Relaxed) && unreached.get(gid).is_none_or(|at| at.elapsed() >= AGAIN)
@@ -301,8 +301,9 @@ impl Card {
         most.clamp(1, MOST_SLOTS)
     }
 
-    /// Memory for what one peer sends over one link, with `wanted` slots, or fewer if the rank's areas take much memory already. If the link `is_wide`, the
-    /// second port can write there, too, unless the area gets no slots, cannot be registered twice, or would then leave later links fewer slots.
+    /// Memory for what one peer sends over one link, with `wanted` slots, or fewer if the rank's areas take much memory already. `is_wide`: the link
+    /// is to have a second lane. The second port can then write there, too, unless the area gets no slots, cannot be registered twice, or would then
+    /// leave later links fewer slots.
     pub(super) fn area(self: &Arc<Self>, wanted: u32, is_wide: bool) -> Result<ReceiveArea, Error> {
         let used = self.areas.load(Ordering::Relaxed);
         let slots = grant(used, self.most_areas).min(wanted);
@@ -393,7 +394,7 @@ pub(super) fn requests(slots: u32, max_message: u32) -> u32 {
     CELLS as u32 + (slots * requests_of_large(max_message)).max(PIECES as u32)
 }
 
-/// How many requests a queue may have; an error if a frame needs more.
+/// How many requests a queue may have; an error if a link needs more, or if one request cannot gather two pieces of memory.
 fn most_requests(limits: &IbvDeviceAttr, max_message: u32) -> Result<u32, String> {
     let most = u32::try_from(limits.max_qp_wr).unwrap_or(0);
     let needed = requests(1, max_message).max(super::RECEIVER_REQUESTS);
@@ -409,7 +410,7 @@ fn most_requests(limits: &IbvDeviceAttr, max_message: u32) -> Result<u32, String
 }
 
 /// On a kernel before 5.12, has libibverbs keep registered memory out of forked children, as a fork would otherwise move that memory. Returns whether
-/// forked children keep their copies of it (`false`: libibverbs hides it from them).
+/// forked children still have that memory (`false`: libibverbs hides it from them).
 fn survive_forks(verbs: &Verbs) -> Result<bool, String> {
     let system = rustix::system::uname();
     let release = system.release().to_string_lossy();
@@ -437,7 +438,7 @@ impl Domain {
         Ok(attributes)
     }
 
-    /// An address of a port, by its index. The call fills one table with the addresses of all of the device's ports.
+    /// An address of a port, by its index. The library gives the addresses of all of the device's ports in one table.
     fn gid(&self, ports: u8, port: u8, index: u32) -> Result<[u8; 16], VerbsError> {
         let of = |port| addresses_of(self.port(port).as_ref());
         let room: usize = (1..=ports.max(port)).map(|port| of(port).min(1 << 12)).sum();
@@ -449,7 +450,7 @@ impl Domain {
         }?;
         entries.truncate(usize::try_from(count).unwrap_or(0));
         let found = entries.iter().find(|e| e.port_num == u32::from(port) && e.gid_index == index);
-        // The address is missing only if it went in the moment since it was chosen.
+        // The address is missing only if the port has lost it since it was chosen.
         found
             .map(|entry| entry.gid.raw)
             .ok_or(VerbsError { call: "_ibv_query_gid_table", code: Errno::ADDRNOTAVAIL.raw_os_error() })

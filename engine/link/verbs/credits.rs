@@ -16,7 +16,7 @@ pub(super) const MOST_SLOTS: u32 = 8;
 const LARGE: u32 = 1 << 31;
 /// Set in the number that comes with a message which is a piece of a large frame, and not the last piece.
 pub(super) const PART: u32 = 1 << 30;
-/// Set together in the number that comes with an offer: a large frame whose payload is still in the sender's memory (`offers.rs`).
+/// Both bits are set in the number that comes with an offer: a large frame whose payload is still in the sender's memory (`offers.rs`).
 pub(super) const OFFERED: u32 = LARGE | PART;
 /// The bits that are left for the frame's own number.
 const NUMBER: u32 = PART - 1;
@@ -32,7 +32,7 @@ pub(super) enum Came {
     Frame { number: u32, large: bool },
     /// The offer of a large frame.
     Offer { number: u32 },
-    /// Another piece of a large frame.
+    /// A piece of a large frame, and not the last piece.
     Part,
 }
 
@@ -112,7 +112,7 @@ struct Count {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Place {
     pub(super) cell: u64,
-    /// Of a large frame.
+    /// Only a large frame has one.
     pub(super) slot: Option<u64>,
 }
 
@@ -123,7 +123,7 @@ pub(super) struct Sender {
     slots: u64,
     large: Marks,
     posted: Count,
-    /// The frames that the device is done with, up to the first that it is not: their sources are free.
+    /// The oldest frames, as far as the device is done with all of them: their sources are free.
     gone: Count,
     /// Later frames with which the device is done already. It is done with an offered frame only once the key to the payload is not valid any more
     /// (`offers.rs`).
@@ -178,8 +178,8 @@ impl Sender {
         }
     }
 
-    /// The receiver says that it has released so many frames in all, counted in the bits of [`COUNT`]. Returns the frames that it had not said
-    /// this of before.
+    /// The receiver says that it has released `count` frames in all (its note has only the bits of [`COUNT`]). Returns those frames that it had
+    /// not said to have released before.
     pub(super) fn told(&mut self, count: u32) -> Result<Range<u64>, String> {
         let more = u64::from(count.wrapping_sub(self.released.all as u32) & COUNT);
         let under_way = self.posted.all - self.released.all;
@@ -262,7 +262,7 @@ impl Receiver {
         Ok(())
     }
 
-    /// A frame has come before so many frames that were posted earlier.
+    /// A frame has come early: its number is `ahead` numbers after that of the frame that is expected next.
     fn came_early(&mut self, arrival: Arrival, ahead: u64) -> Result<(), String> {
         let frame = self.come.all + ahead;
         let early = &mut self.early[(frame % CELLS) as usize];
@@ -332,7 +332,7 @@ impl Receiver {
         }
     }
 
-    /// Whether an offered frame was released since the sender was last told: its operation may wait for that.
+    /// Whether an offered frame was released since the sender was last told: the sender's operation may wait to be told.
     pub(super) fn is_awaited(&self) -> bool {
         self.is_awaited
     }
@@ -373,7 +373,7 @@ mod tests {
     struct Both {
         tx: Sender,
         rx: Receiver,
-        /// By each lane.
+        /// The numbers of the frames on their way, for each lane.
         frames: [Vec<u32>; 2],
         notes: Vec<u32>,
         /// Places in the area that hold a frame which was not released.
@@ -430,7 +430,7 @@ mod tests {
                         self.notes.push(self.rx.tell());
                     }
                 }
-                // From here on nobody reads what was offered.
+                // Once the sender has got this note, nobody reads what it offered in the released frames.
                 4 if !self.notes.is_empty() => {
                     let released = self.tx.told(self.notes.remove(0)).unwrap();
                     released.for_each(|frame| self.tx.is_done_with(frame));

@@ -91,7 +91,7 @@ impl Drop for Domain {
 
 /// Which memory is registered, and what keeps it mapped.
 enum Memory {
-    /// A mapping that `Registered::new` made for it.
+    /// A mapping that `Registered::new` made. It ends with the registration.
     Own,
     /// A part of this region, which keeps it mapped.
     OfRegion(#[allow(dead_code)] Arc<Region>),
@@ -168,7 +168,7 @@ impl Registered {
         self.deregister()
     }
 
-    /// The registration itself, as requests to bind a window name it.
+    /// The registration's handle, by which requests to bind a window name the memory.
     pub(super) fn handle(&self) -> *mut IbvMr {
         self.handle.map_or(ptr::null_mut(), NonNull::as_ptr)
     }
@@ -234,8 +234,8 @@ impl Registered {
         }
         let Some(handle) = self.handle.take() else { return false };
         // SAFETY: `register` made the handle, which is given back only here. No queue pair has a request left that names the memory. For a link's
-        // memory its owner has made sure (`QueuePair::destroy`). A user's buffer gets here when it is given back, which is after its operations and
-        // any leases on it are over, or with the card, which every link keeps alive.
+        // memory its owner has made sure (`QueuePair::destroy`). A user's buffer gets here when the buffer is given back, which is after its
+        // operations and any leases on it are over, or when the card is dropped, which is after all links, as each keeps the card alive.
         if let Err(error) = unsafe { self.domain.verbs.dereg_mr(handle.as_ptr()) } {
             // The device may still use the memory, so it stays mapped for good.
             tracing::error!("{} bytes stay registered with a network card: {error}", self.bytes);

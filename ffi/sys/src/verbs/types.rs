@@ -21,7 +21,8 @@ pub struct IbvDevice {
     pub ibdev_path: [c_char; 256],
 }
 
-/// The functions that a program calls directly, for speed: in C, inline functions of the header call them.
+/// A driver's functions that the library does not export: a program calls them through this table, for speed. In C, inline functions of
+/// the header do that.
 #[repr(C)]
 pub struct IbvContextOps {
     pub _before_alloc_mw: [*mut c_void; 7],
@@ -164,7 +165,7 @@ pub struct IbvAhAttr {
     pub port_num: u8,
 }
 
-/// How many requests a queue pair holds, and how large each may be.
+/// How many requests a queue pair holds, how many pieces of memory each may name, and how many bytes each may carry inline.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
 pub struct IbvQpCap {
@@ -175,7 +176,7 @@ pub struct IbvQpCap {
     pub max_inline_data: u32,
 }
 
-/// With what attributes a queue pair is made.
+/// The attributes with which a queue pair is made.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct IbvQpInitAttr {
@@ -188,7 +189,7 @@ pub struct IbvQpInitAttr {
     pub sq_sig_all: c_int,
 }
 
-/// To what attributes a queue pair is changed.
+/// New attributes for a queue pair: a call sets those that its [`QpMask`] names.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
 pub struct IbvQpAttr {
@@ -259,7 +260,7 @@ pub struct IbvSendWr {
     pub num_sge: c_int,
     pub opcode: c_uint,
     pub send_flags: c_uint,
-    /// In network byte order. In a request to invalidate a key: the key.
+    /// The number that goes with a message, in network byte order. In a request to invalidate a key: the key, in the host's byte order.
     pub imm_data: u32,
     pub remote_addr: u64,
     pub rkey: u32,
@@ -497,7 +498,7 @@ numbers! {
 }
 
 impl QpMask {
-    /// All bits of these, as the library takes them.
+    /// All these bits in one number, of the type that the library takes.
     pub fn all(parts: &[QpMask]) -> c_int {
         parts.iter().fold(0, |all, part| all | part.0 as c_int)
     }
