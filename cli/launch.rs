@@ -94,7 +94,7 @@ pub(crate) struct Job {
     pub(crate) env: Vec<(OsString, OsString)>,
     /// What is done when a rank has failed.
     pub(crate) policy: Policy,
-    /// How often the job is started anew after it has failed.
+    /// How often the job is started anew after failures, at most.
     pub(crate) restarts: u32,
     /// Which cores each rank may run on.
     pub(crate) bind: Bind,
@@ -117,7 +117,7 @@ pub(crate) struct Policy {
     pub(crate) grace: Duration,
     /// The time from the signal that tells the ranks to end until SIGKILL.
     pub(crate) kill_after: Duration,
-    /// With [`OnFailure::Keep`]: the ranks are stopped when fewer than this number have not failed.
+    /// With [`OnFailure::Keep`]: how many ranks must not have failed, at least. With fewer, the ranks that still run are stopped.
     pub(crate) min_ranks: usize,
 }
 
@@ -170,11 +170,11 @@ impl Default for Job {
 
 /// Runs a job of this host to its end, and again if it has failed and may be started anew. The exit code is 128 + signal if SIGINT,
 /// SIGTERM or SIGHUP has ended the job: then ranks that still run after [`Policy::kill_after`] are killed. Else it is the first code other
-/// than 0 with which a rank exited by itself; with [`OnFailure::Keep`], the greatest code with which one did, even if that is 0. If there is none,
-/// it is 128 + the signal that was the first to kill a rank.
+/// than 0 with which a rank exited by itself; with [`OnFailure::Keep`], the greatest code with which a rank exited by itself, even if that is 0.
+/// If there is no such code, it is 128 + the signal that was the first to kill a rank, or 0 if no rank was killed.
 ///
 /// # Errors
-/// The ranks could not be started; those that were are stopped.
+/// A rank could not be started; those that were started before it are stopped.
 pub(crate) fn run(job: Job) -> io::Result<Exit> {
     with_restarts(job, |job| run_watched(job, None, |_| Ok(())))
 }

@@ -186,7 +186,7 @@ impl Second {
         Ok(writeln!(input, "{line}")?)
     }
 
-    /// Waits until the process says this step. The inner error: the process says that it failed, and why.
+    /// Waits until the process reports this step. The inner error is why the process failed, in its own words; the outer one: it reported neither.
     pub(crate) fn reaches(&self, step: &str) -> Result<Result<(), String>, Problem> {
         step_of_ours(&format!("waiting for the second process: {step}"));
         self.until(Duration::from_secs(2), step, |told| *told == Told::Step(step))

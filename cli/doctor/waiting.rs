@@ -13,7 +13,7 @@ use allstream_sys::cuda::{
 use super::answer::{Answer, median, show_us, step, us};
 use super::driver::{Gate, Gpu, Problem, SmallKernel, Stream, Word, code, problem, soon};
 
-/// How long a probe lets a stream reach the work just put on it, before the probe goes on.
+/// How long a probe waits after it has put work on a stream, so that the stream reaches this work.
 const SETTLE: Duration = Duration::from_micros(200);
 
 /// Whether events and streams can be queried on a thread that has no context.
@@ -96,7 +96,7 @@ pub(crate) fn release(gpu: &'static Gpu) -> Result<Answer, Problem> {
 
 /// The function that a stream calls on the host: it sends the time of the call.
 unsafe extern "C" fn tell_when(sender: *mut c_void) {
-    // SAFETY: made by `call_back` for this one call.
+    // SAFETY: `call_back` has made this pointer from a box, for this one call.
     let sender = unsafe { Box::from_raw(sender.cast::<Sender<Instant>>()) };
     let _ = sender.send(Instant::now());
 }

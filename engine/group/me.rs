@@ -14,14 +14,14 @@ use super::registered::Registered;
 use super::registration::{Registration, Table};
 use crate::error::Error;
 
-/// What a rank has once all ranks have met: the table of all ranks, its own listener, and the connections of the registration.
+/// What a rank has once all ranks have met: the table of all ranks, its own listener, and the connections over which ranks registered.
 pub(super) struct Formed {
     pub(super) table: Table,
     pub(super) listener: TcpListener,
     pub(super) registered: Registered,
 }
 
-/// This rank, before it knows its addresses.
+/// This rank, before it has opened its own listener, at whose addresses the others reach it.
 pub(super) struct Me<'a> {
     pub(super) rendezvous: &'a Rendezvous,
     pub(super) address: &'a Address,

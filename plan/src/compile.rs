@@ -10,9 +10,9 @@
 //! 3. A **combining** step (two operands or more), or an early copy, waits for `after_read` only now, with the result in its
 //!    *hand* (memory for one slice; the engine says *accumulator*). Otherwise partners that send from where they write (recursive
 //!    doubling, one-shot in place, the barrier) would wait for each other for ever.
-//! 4. It stores the result in `dst` and sends it from there. (An executor may send a copy of the input from the input.) The step
-//!    goes on with the next slice meanwhile. Without `dst` the result stays in the hand, and the next slice waits until all receivers have
-//!    taken this one. A step that only sends from our own memory needs no hand: what it sends stays where it lies.
+//! 4. It stores the result in `dst` and sends it from there. (If the step only copies the input, an executor may send from the input
+//!    instead.) The step goes on with the next slice meanwhile. Without `dst` the result stays in the hand, and the next slice waits
+//!    until all receivers have taken this one. A step that only sends from our own memory needs no hand: what it sends stays where it lies.
 //!
 //! In a plan of loans, a step that lends ([`Step::loan`]) waits for `after_write` and `after_read`, and then offers the slice to
 //! the borrower, in the order of the link's messages. The slice counts as computed and as released when the borrower gives it
@@ -43,13 +43,13 @@ pub struct Program {
     /// One single step combines each result from the ranks' own inputs, so no partial sum is rounded to the elements' type on the
     /// way. A caller of [`compile`](Program::compile) sets this, where [`deterministic`](super::deterministic) says so.
     pub one_fold: bool,
-    /// An executor whose links copy what is sent may run the steps one after another, each as a whole. They are few, with few operands and receivers;
-    /// they store in `dst` or send from our own memory, keep to input and output, and lend nothing. That the ranks then come to their end is
-    /// shown by this crate's tests.
+    /// An executor may run the steps one after another, each as a whole, over links that copy what is sent and have room for a message of each step.
+    /// The steps are few, with few operands and receivers; they store in `dst` or send from our own memory, keep to input and output, and lend
+    /// nothing. This crate's tests show that the ranks of such an executor come to their end.
     pub stepwise: bool,
 }
 
-/// The most steps, operands of a step, and receivers of a step, of a plan that is [stepwise](Program::stepwise).
+/// The most steps of a plan that is [stepwise](Program::stepwise). The next two constants are the most operands and receivers of each step.
 pub const STEPWISE_STEPS: usize = 16;
 /// See [`STEPWISE_STEPS`].
 pub const STEPWISE_OPERANDS: usize = 8;
@@ -89,7 +89,7 @@ impl Lending {
     }
 }
 
-/// A step in the graph of which step waits for which. Each of its slices waits for the same slice of the steps in `after_write` and
+/// A step as a node of the dependency graph. Each of its slices waits for the same slice of the steps in `after_write` and
 /// `after_read`. An earlier step is left out where waiting for the others is enough.
 #[derive(Clone, Debug, PartialEq, Eq, Default)]
 pub struct StepNode {
@@ -229,7 +229,7 @@ impl Program {
             }
             node.hand = match step.holds() {
                 Holds::Source | Holds::Loan => false,
-                // A result that is only written into loans goes straight there: all of them are there when the step combines.
+                // A result that is only written into loans, and not sent, needs no hand: all the loans have come when the step combines.
                 Holds::Hand => !step.send.is_empty(),
                 Holds::Dst => step.gathers_early() && !node.after_read.is_empty(),
             };

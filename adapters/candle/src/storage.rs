@@ -84,7 +84,7 @@ fn on_cpu<R>(name: &str, tensor: &Tensor, read: impl FnOnce(&CpuStorage, &Layout
     }
 }
 
-/// A copy of the elements of a contiguous tensor, in a `Vec` of their type, or on the tensor's own device.
+/// A copy of the elements of a contiguous tensor: for a tensor on the CPU a `Vec` of their type, for one on a CUDA device a buffer there.
 pub(crate) fn to_buf(name: &str, tensor: &Tensor) -> Result<AnyBuf> {
     if tensor.device().is_cuda() {
         return gpu::to_buf(name, tensor);
@@ -96,8 +96,8 @@ pub(crate) fn to_buf(name: &str, tensor: &Tensor) -> Result<AnyBuf> {
     })
 }
 
-/// A buffer for as many elements as a tensor of floats has. On the CPU it is a `Vec` of zeros. On a device it is a copy of the tensor, whose
-/// elements `finish_some` of the gradient buckets sets to zero.
+/// A buffer for as many elements as a tensor of floats has. On the CPU it is a `Vec` of zeros. On a device it is a copy of the tensor, and
+/// `finish_some` of the gradient buckets then sets the elements of this copy to zero.
 pub(crate) fn zero_buf(name: &str, like: &Tensor) -> Result<AnyBuf> {
     if like.device().is_cuda() {
         return gpu::to_buf(name, &like.contiguous()?);
@@ -111,7 +111,7 @@ pub(crate) fn zero_buf(name: &str, like: &Tensor) -> Result<AnyBuf> {
     })
 }
 
-/// Makes a tensor of a buffer of floats, with the shape and on the device of `like`. It takes the buffer over: nothing is copied.
+/// Turns a buffer of floats into a tensor with the shape and on the device of `like`. The tensor takes the buffer over: nothing is copied.
 pub(crate) fn from_buf(name: &str, buf: AnyBuf, like: &Tensor) -> Result<Tensor> {
     let shape = like.shape();
     if like.device().is_cuda() {
@@ -187,8 +187,8 @@ pub(crate) fn squares(name: &str, tensor: &Tensor) -> Result<f64> {
     })
 }
 
-/// A hash of a shape, given as the key of a call: by it the call fails if ranks have equally many elements in different shapes. Never 0,
-/// which means no key.
+/// A hash of a shape, for use as the key of a call: the call then fails also if ranks have equally many elements, but in different shapes.
+/// Never 0, which means no key.
 pub(crate) fn key(dims: &[usize]) -> u64 {
     let hash = dims.iter().fold(0x811c_9dc5_u32, |hash, dim| {
         (hash ^ *dim as u32 ^ (*dim as u64 >> 32) as u32).wrapping_mul(0x0100_0193)

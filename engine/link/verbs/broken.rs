@@ -8,7 +8,7 @@ use super::card::Card;
 use super::queue_pair::RECEIVED;
 use crate::link::Break;
 
-/// Completions that are taken at once.
+/// How many completions a link takes from its queue with one call, at most.
 pub(super) const BATCH: usize = 16;
 
 pub(super) fn report(at: &str, peer_at: &str, problem: String) -> Break {

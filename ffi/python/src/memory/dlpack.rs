@@ -1,5 +1,5 @@
-//! Tensors of torch and other libraries, by DLPack: through the type's table of C functions if there is one, which makes no Python object,
-//! else through a capsule.
+//! Tensors of torch and other libraries, by DLPack. If a tensor's type has a table of C functions, the table says where the tensor's memory is, and
+//! no Python object is made for that. A tensor on a CUDA device, or of a type without such a table, is taken over in a capsule.
 
 use std::ffi::{c_int, c_void};
 use std::ptr::NonNull;
@@ -35,7 +35,7 @@ pub(super) struct ExchangeApi {
     current_stream: *const c_void,
 }
 
-/// The table in a capsule; `None` if it is no such capsule, or has no table that this module can use.
+/// The table in a capsule; `None` if the object is no capsule of a table, or the capsule has no table that this module can use.
 pub(super) fn table(capsule: &Bound<'_, PyAny>) -> Option<NonNull<ExchangeApi>> {
     let mut at = pointer(capsule, c"dlpack_exchange_api")?.cast::<ExchangeApi>();
     loop {
@@ -177,7 +177,7 @@ fn capsule<'py>(object: &Bound<'py, PyAny>, stream: Option<&DeviceStream>) -> Py
     let old = options.copy()?;
     options.set_item(intern!(py, "max_version"), (1, 1))?;
     match ask(&options) {
-        // The library is older than DLPack's versions, and does not know the argument.
+        // A library from before DLPack 1.0 does not know the argument `max_version`.
         Err(error) if error.is_instance_of::<pyo3::exceptions::PyTypeError>(py) => ask(&old),
         result => result,
     }
@@ -186,7 +186,7 @@ fn capsule<'py>(object: &Bound<'py, PyAny>, stream: Option<&DeviceStream>) -> Py
 /// Takes a tensor over in a capsule.
 ///
 /// # Errors
-/// The tensor cannot be used. If it was taken already, it is given back to its library.
+/// The tensor cannot be used. If this function had taken the tensor from the capsule by then, the tensor has gone back to its library.
 pub(super) fn take(
     object: &Bound<'_, PyAny>,
     how: Use,
@@ -215,10 +215,10 @@ pub(super) fn take(
         // SAFETY: `shape` and `strides` are the structure's own, which the capsule keeps alive.
         let found = unsafe { found(&about) }?;
         used(&capsule, c"used_dltensor_versioned")?;
-        // SAFETY: since the renaming this function alone owns the structure. (The flag is cleared because the engine refuses read-only tensors, not
-        // knowing which operations only read. If it is set here, this operation only reads: `Use::Write` was refused above.)
+        // SAFETY: since `used` has renamed the capsule, this function alone owns the structure. (The flag is cleared because the engine refuses
+        // read-only tensors, not knowing which operations only read. If it is set here, this operation only reads: `Use::Write` was refused above.)
         unsafe { (*managed.as_ptr()).flags &= !FLAG_READ_ONLY };
-        // SAFETY: by DLPack's rules the capsule's tensor belongs to this function since the renaming, and is handed on only once.
+        // SAFETY: by DLPack's rules the tensor of a renamed capsule belongs to the code that renamed it, this function, which hands it on only once.
         (found, unsafe { DlTensor::from_versioned(managed.as_ptr()) }.map_err(not_taken)?)
     } else if let Some(at) = pointer(&capsule, c"dltensor") {
         let managed = at.cast::<DLManagedTensor>();
@@ -250,7 +250,7 @@ fn used(capsule: &Bound<'_, PyAny>, name: &'static std::ffi::CStr) -> PyResult<(
     }
 }
 
-/// Makes the tensor a buffer whose element type is known only at run time.
+/// Turns the tensor into a buffer whose element type is known only at run time.
 fn buffer(tensor: DlTensor, found: &Found, stream: Option<&DeviceStream>) -> Result<AnyBuf, No> {
     fn of<T: Element>(tensor: DlTensor, found: &Found, stream: Option<&DeviceStream>) -> Result<AnyBuf, No> {
         let Some(stream) = stream else {
@@ -259,9 +259,10 @@ fn buffer(tensor: DlTensor, found: &Found, stream: Option<&DeviceStream>) -> Res
         };
         let memory = ForeignMemory { pointer: found.start.addr() as u64, len: found.len, dtype: found.dtype };
         let owner = OwnerOfMemory(Some(Box::new(tensor)));
-        // SAFETY: the owner keeps the tensor, which has `len` elements of this type there, one after another. Its library was asked for it in the
-        // order of `stream`; so, by DLPack, work on that stream may read and write the elements until the tensor is deleted. The package demands of
-        // its users that nobody else touches them meanwhile (`Memory`). `from_foreign` asks the driver whether the address is of this device.
+        // SAFETY: the owner keeps the tensor, which has `len` elements of this type at `pointer`, one after another. `take` named `stream` to the
+        // tensor's library when it asked for the capsule; so, by DLPack, work on that stream may read and write the elements until the tensor is
+        // deleted. The package demands of its users that nobody else touches them meanwhile (`Memory`). `from_foreign` asks the driver whether the
+        // address is of this device.
         let made = unsafe { DeviceBuf::<T>::from_foreign(memory, stream, owner) };
         made.map(AnyBuf::new).map_err(|failed| No::Problem(failed.error.to_string()))
     }
