@@ -229,3 +229,16 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn a_list_without_buffers_names_a_root_of_the_group_too() {
+    let mut comm = Comm::local(1).unwrap().remove(0);
+    for root in [0, 1] {
+        let ended = comm.broadcast_list(Vec::<Vec<f32>>::new(), root).wait();
+        let problem = ended.map_err(|failed| failed.error.to_string());
+        match root {
+            0 => assert_eq!(problem, Ok(Vec::new())),
+            _ => assert!(problem.unwrap_err().contains("root 1 is not in this group of 1")),
+        }
+    }
+}

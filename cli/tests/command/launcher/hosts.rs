@@ -182,6 +182,7 @@ fn hosts_that_cannot_be_used_are_named() {
     says(&["--hosts", "-oProxyCommand=x"], 1, "is not a host");
     says(&["--host-file", "/nowhere/hosts"], 1, "cannot read the host file /nowhere/hosts");
     says(&["-n", "1", "--dir", "/"], 1, "--dir");
+    says(&["-n", "1", "--ssh", "ssh"], 1, "--ssh");
     says(&["--hosts", "h1,h2", "--ssh", "/nowhere/ssh"], 1, "host h1: cannot start `/nowhere/ssh`");
     // These have one host each: if two failed, either could be the first that is named.
     says(&["--hosts", "h1", "--ssh", "false"], 1, "host h1 (rank 0) exited with code 1 before a rank");
