@@ -21,6 +21,7 @@
 //!
 //! The checker ([`super::check`]) proves that plans are right under these rules, over links that buffer nothing.
 
+pub use crate::step::Holds;
 use crate::{Algo, At, INPUT, Kind, Loan, OUTPUT, Operand, Plan, Rank, Shape, Step};
 
 /// A plan and its dependencies.
@@ -105,70 +106,6 @@ pub struct StepNode {
     pub dependents: Vec<u32>,
     /// Its `dst` is in the caller's output, and nothing else in the plan reads or writes that chunk: what is stored there stays.
     pub is_final: bool,
-}
-
-/// Where a step holds what it sends.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Holds {
-    /// Where it lies already: the step only sends from our own memory (one own operand, no `dst`).
-    Source,
-    /// In `dst`.
-    Dst,
-    /// In the hand: the step computes it, but has no `dst`.
-    Hand,
-    /// Nowhere: the step sends nothing, it lends ([`Step::loan`]).
-    Loan,
-}
-
-impl Step {
-    /// Where this step holds what it sends.
-    #[inline]
-    pub fn holds(&self) -> Holds {
-        match (self.dst, self.operands.as_slice()) {
-            _ if self.loan.is_some() => Holds::Loan,
-            (Some(_), _) => Holds::Dst,
-            (None, [Operand::Own(_)]) if !self.finish && self.into.is_empty() => Holds::Source,
-            _ => Holds::Hand,
-        }
-    }
-
-    /// The ranks whose loans the step borrows, each of them once: first those whose loans it reads, in the order of its
-    /// operands, then those whose loans it only writes into.
-    #[inline]
-    pub fn lenders(&self) -> impl Iterator<Item = Rank> + '_ {
-        let read = self.operands.iter().filter_map(|operand| match operand {
-            Operand::Lent(from) => Some(*from),
-            Operand::Recv(_) | Operand::Own(_) => None,
-        });
-        read.chain(self.only_into())
-    }
-
-    /// The ranks whose loans the step writes into and does not read.
-    pub(super) fn only_into(&self) -> impl Iterator<Item = Rank> + '_ {
-        self.into.iter().copied().filter(|from| !self.operands.contains(&Operand::Lent(*from)))
-    }
-
-    /// A chunk of our own memory that the step names, if it names any. All chunks that it names, and its messages, have one length.
-    #[inline]
-    pub fn chunk(&self) -> Option<At> {
-        let own = self.operands.iter().find_map(|o| match o {
-            Operand::Own(at) => Some(*at),
-            Operand::Recv(_) | Operand::Lent(_) => None,
-        });
-        self.dst.or(own).or(self.loan.map(|loan| loan.read))
-    }
-
-    /// Whether it combines several operands. Else it copies one, or lends.
-    #[inline]
-    pub fn combines(&self) -> bool {
-        self.operands.len() > 1
-    }
-
-    /// Whether it gathers before its `dst` is free.
-    #[inline]
-    pub fn gathers_early(&self) -> bool {
-        self.early || self.combines()
-    }
 }
 
 /// Who touched one `(slot, chunk)` so far.

@@ -44,7 +44,7 @@ pub use lending::lending;
 pub use link::LinkClass;
 pub use promises::{algorithms, deterministic, keeps_rank_order, suitable};
 pub use shape::{Shape, Unsuitable};
-pub use step::{At, INPUT, Layout, Loan, OUTPUT, Operand, Plan, SCRATCH, Slot, Step};
+pub use step::{At, Holds, INPUT, Layout, Loan, OUTPUT, Operand, Plan, SCRATCH, Slot, Step};
 
 /// A rank inside one group, `0..n`.
 pub type Rank = usize;

@@ -169,7 +169,10 @@ impl<B: Backend, L: Lends> Parts<B, L> {
         next: &mut NextPart,
         port: &mut Port,
     ) -> Result<Option<(bool, bool)>, Error> {
-        let Some(part) = op.parts.only() else { return Ok(None) };
+        let fits = |part: &&Part| {
+            part.program.stepwise && (self.shares_memory || part.program.plan.steps.len() == 1)
+        };
+        let Some(part) = op.parts.only().filter(fits) else { return Ok(None) };
         let c = Context { comm: self.comm, op, part };
         let mut small = match self.small.take() {
             Some(small) => small,

@@ -28,8 +28,7 @@ use crate::exec::operation::Part;
 use crate::exec::port::{Lent, Port};
 use crate::link::Frame;
 use crate::link::waits::Wait;
-use crate::plan::compile::Holds;
-use crate::plan::{At, OUTPUT, Operand, Program, Slot, Step};
+use crate::plan::{At, Holds, OUTPUT, Operand, Program, Slot, Step};
 use crate::types::Rank;
 
 /// The next message of a link, and its round.

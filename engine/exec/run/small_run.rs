@@ -76,12 +76,12 @@ fn number_of(messages: &[u32], i: usize) -> u32 {
 }
 
 impl SmallRun {
-    /// A run for the operation of this part, its only one, if it may be small. `shares_memory`: whether all ranks do.
+    /// A run for the operation of this part, its only one, if it may be small. Its program is [stepwise](crate::plan::Program::stepwise), and of one step
+    /// unless all ranks share memory (`shares_memory`).
     pub(super) fn new(c: Context<'_>, lends: &mut impl Lends, shares_memory: bool) -> Option<SmallRun> {
         let program = c.program();
         let bytes = c.part.count.saturating_mul(c.part.dtype.size());
-        let is_stepwise = program.stepwise && (shares_memory || program.plan.steps.len() == 1);
-        if !is_stepwise || bytes > SMALL || c.factor().is_some() {
+        if bytes > SMALL || c.factor().is_some() {
             return None;
         }
         let lending = program.lending.as_ref().filter(|lending| lending.plan.size <= MAX_LENDERS);

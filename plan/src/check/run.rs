@@ -14,7 +14,7 @@ use super::expr::Id;
 use super::fault::{On, Wait};
 use super::memory::{Memory, Valued};
 use super::net::Net;
-use crate::compile::Holds;
+use crate::step::Holds;
 use crate::{At, Loan, Operand, Rank};
 
 /// How to run.

@@ -4,8 +4,7 @@ use super::{Backend, LinkUse, PlanRun, Turn};
 use crate::error::Error;
 use crate::exec::backend::Slice;
 use crate::exec::port::{Payload, Port};
-use crate::plan::compile::Holds;
-use crate::plan::{INPUT, Operand};
+use crate::plan::{Holds, INPUT, Operand};
 use crate::types::Rank;
 
 /// A partly received frame is worth working on from this many bytes.
