@@ -131,7 +131,7 @@ impl SmallRun {
             backend.base(c.part, at.slot).wrapping_add(start)
         };
         let mut ins = [std::ptr::null(); STEPWISE_OPERANDS];
-        if let Some(not_done) = operands(&mut ins, t, (i, step, &state), address, port)? {
+        if let Some(not_done) = operands(&mut ins, t, i, step, &state, address, port)? {
             return Ok(not_done);
         }
         let dst = step.dst.map(address);
@@ -206,7 +206,9 @@ impl SmallRun {
 fn operands(
     ins: &mut [*const u8; STEPWISE_OPERANDS],
     t: Turn<'_, impl LinkUse>,
-    (i, step, state): (usize, &Step, &StepState),
+    i: usize,
+    step: &Step,
+    state: &StepState,
     address: impl Fn(At) -> *mut u8,
     port: &mut Port,
 ) -> Result<Option<Stepped>, Error> {
