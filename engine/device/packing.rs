@@ -107,8 +107,7 @@ pub(crate) fn all_wait_for<'a>(
     if others.peek().is_none() {
         return Ok(());
     }
-    let ordered = others.try_for_each(|other| other.wait_for_stream(stream));
-    ordered.or_else(|_| stream.synchronize())
+    stream.make_wait(others).or_else(|_| stream.synchronize())
 }
 
 /// Makes all bytes of a buffer zero, in the order of its stream. The caller has the buffer to itself, as with a `&mut` to it.

@@ -203,10 +203,21 @@ impl DeviceStream {
 
     /// Makes this stream wait for what `other` holds now, and notes that it then waits for the operations for which `other` waits, too.
     pub(crate) fn wait_for_stream(&self, other: &DeviceStream) -> Result<(), Error> {
-        let joined = other.0.standing.lock().joined().to_vec();
-        self.wait_event(&other.point()?)?;
-        self.0.standing.lock().joins(&joined);
-        Ok(())
+        other.make_wait([self])
+    }
+
+    /// Makes these streams wait for what this one holds now, by one event, as [`wait_for_stream`](Self::wait_for_stream) does for one.
+    pub(super) fn make_wait<'a>(
+        &self,
+        others: impl IntoIterator<Item = &'a DeviceStream>,
+    ) -> Result<(), Error> {
+        let joined = self.0.standing.lock().joined().to_vec();
+        let point = self.point()?;
+        others.into_iter().try_for_each(|other| {
+            other.wait_event(&point)?;
+            other.0.standing.lock().joins(&joined);
+            Ok(())
+        })
     }
 
     /// Puts work here that writes zeros to `bytes` bytes from the address `at` on.

@@ -85,8 +85,7 @@ impl Active {
     /// `bypass_from`: results of so many bytes and more are written past the caches ([`Host`]). `lends`: whether all ranks share memory, so that
     /// they can lend it to each other.
     pub(crate) fn new(comm: u64, bypass_from: usize, lends: bool) -> Active {
-        let host =
-            Parts::new(comm, Host::new(bypass_from), HostLoans::new(bypass_from, lends)).of_ranks(lends);
+        let host = Parts::new(comm, Host::new(bypass_from), HostLoans::new(bypass_from, lends));
         Active { current: None, host, account: Account::default(), stalled_at: None, is_watched: false }
     }
 
@@ -148,16 +147,16 @@ impl Active {
         }
     }
 
-    /// Looks how much of the operation's memory has come; `waker` is woken when more has. Returns whether more has come since the last look.
+    /// Looks how much of the operation's memory has come; what `waker` returns is woken when more has. Returns whether more has come since the last look.
     ///
     /// # Errors
     /// Some of the memory will not come.
-    pub(crate) fn arrived(&mut self, waker: &Waker) -> Result<bool, Error> {
+    pub(crate) fn arrived<'w>(&mut self, waker: impl FnOnce() -> &'w Waker) -> Result<bool, Error> {
         let Some(current) = &mut self.current else { return Ok(false) };
         let Some(carrier) = current.carrier.as_ref().filter(|_| current.reach != ALL) else {
             return Ok(false);
         };
-        let (arrived, reach) = carrier.arrived(current.arrived, waker)?;
+        let (arrived, reach) = carrier.arrived(current.arrived, waker())?;
         if arrived == current.arrived {
             return Ok(false);
         }

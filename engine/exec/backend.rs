@@ -337,6 +337,17 @@ pub(crate) trait Lends: Send + Clone {
     /// A part of at most [`MAX_LENDERS`] ranks begins. Returns whether the ranks are to lend each other memory for it.
     fn begin(&mut self, c: Context<'_>, lending: &Lending) -> Agreement;
 
+    /// Whether the ranks of a part are to lend each other memory for it. Asked once by each run that may take the part.
+    fn agreement(&mut self, c: Context<'_>) -> Agreement {
+        let lending = c.program().lending.as_ref().filter(|lending| lending.plan.size <= MAX_LENDERS);
+        lending.map_or(Agreement::Steps, |lending| self.begin(c, lending))
+    }
+
+    /// Whether all ranks share memory, over which links have room for a ring's frames from the beginning.
+    fn shares_memory(&self) -> bool {
+        false
+    }
+
     /// Called when all that the part is to lend can be lent, and before any of it is. `base`: where a slot of the plan begins.
     fn before_lending(
         &mut self,

@@ -276,13 +276,13 @@ pub(crate) struct HostLoans {
     bypass_from: usize,
     is_bypassing: bool,
     /// Whether all ranks share memory. Else no rank can lend to all others, and none needs to ask its links.
-    lends: bool,
+    shares_memory: bool,
 }
 
 impl HostLoans {
-    /// `bypass_from`: results out of place of so many bytes and more are written past the caches. `lends`: whether all ranks share memory.
-    pub(super) fn new(bypass_from: usize, lends: bool) -> HostLoans {
-        HostLoans { bypass_from, is_bypassing: false, lends }
+    /// `bypass_from`: results out of place of so many bytes and more are written past the caches. `shares_memory`: whether all ranks do.
+    pub(super) fn new(bypass_from: usize, shares_memory: bool) -> HostLoans {
+        HostLoans { bypass_from, is_bypassing: false, shares_memory }
     }
 
     /// Whether a pass that writes so many bytes of a result writes them past the caches. Over the result's own input it does not: the caches
@@ -297,11 +297,15 @@ impl HostLoans {
 
 impl Lends for HostLoans {
     fn begin(&mut self, c: Context<'_>, _: &Lending) -> Agreement {
-        if !self.lends || bytes(c.part) < lend_from(c.op, LEND_FROM) {
+        if !self.shares_memory || bytes(c.part) < lend_from(c.op, LEND_FROM) {
             return Agreement::Steps;
         }
         self.is_bypassing = is_large(self.bypass_from, c);
         Agreement::ByFirstFrame
+    }
+
+    fn shares_memory(&self) -> bool {
+        self.shares_memory
     }
 
     fn reach(&self, c: Context<'_>, peer: Rank, loan: &link::Loan, port: &mut Port) -> Result<Reach, Error> {

@@ -420,9 +420,7 @@ impl Run {
             any |= self.take_in(of)?;
         }
         let Run { active, port, device, messages, .. } = self;
-        if active.lacks_memory() {
-            any |= active.arrived(of.config.runtime.waker())?;
-        }
+        any |= active.arrived(|| of.config.runtime.waker())?;
         any |= port.reap(|lent| active.freed(&lent))?;
         if !active.is_empty() {
             let mut device = device.as_deref_mut();

@@ -105,8 +105,7 @@ impl<L: Lends> LoanRun<L> {
     /// A part begins. Finds out whether it may go by loans, as far as that is known by now.
     #[inline]
     pub(super) fn start(&mut self, c: Context<'_>) {
-        let lending = c.program().lending.as_ref().filter(|lending| lending.plan.size <= MAX_LENDERS);
-        let agreement = lending.map_or(Agreement::Steps, |lending| self.lends.begin(c, lending));
+        let agreement = self.lends.agreement(c);
         self.peers.clear();
         self.done = 0;
         self.is_known = matches!(agreement, Agreement::Known);

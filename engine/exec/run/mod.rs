@@ -89,8 +89,6 @@ pub(crate) struct Parts<B, L> {
     small: Option<SmallRun>,
     /// Whether a [`SmallRun`] is tried for small operations: it is until a link turns out to be unsuitable.
     tries_small: bool,
-    /// Whether all ranks share memory.
-    shares_memory: bool,
     /// Whether the last pass ended because it had touched as many bytes as a pass may.
     was_long: bool,
     /// Bytes of working memory that the finished parts of this operation have needed.
@@ -108,15 +106,9 @@ impl<B: Backend, L: Lends> Parts<B, L> {
             idle,
             small: None,
             tries_small: true,
-            shares_memory: false,
             was_long: false,
             needed: 0,
         }
-    }
-
-    /// The same, for ranks that all share memory if `shares_memory` says so.
-    pub(crate) fn of_ranks(self, shares_memory: bool) -> Parts<B, L> {
-        Parts { shares_memory, ..self }
     }
 
     /// Starts what may start, and makes one pass over all parts in flight. `reach`: how far the operation's memory has come.
@@ -170,13 +162,13 @@ impl<B: Backend, L: Lends> Parts<B, L> {
         port: &mut Port,
     ) -> Result<Option<(bool, bool)>, Error> {
         let fits = |part: &&Part| {
-            part.program.stepwise && (self.shares_memory || part.program.plan.steps.len() == 1)
+            part.program.stepwise && (self.lends.shares_memory() || part.program.plan.steps.len() == 1)
         };
         let Some(part) = op.parts.only().filter(fits) else { return Ok(None) };
         let c = Context { comm: self.comm, op, part };
         let mut small = match self.small.take() {
             Some(small) => small,
-            None => match SmallRun::new(c, &mut self.lends, self.shares_memory) {
+            None => match SmallRun::new(c, &mut self.lends) {
                 Some(small) => small,
                 None => return Ok(None),
             },
@@ -429,14 +421,12 @@ impl<B: Backend, L: Lends> PartRun<B, L> {
             return Ok((moved, false));
         }
         // By loans as long as these are possible, else by steps.
-        let by_loans = match loans.is_on() {
-            true => loans.pass(turn, |slot| plan.base(part, slot), port)?,
-            false => None,
-        };
+        let is_on = loans.is_on();
+        let by_loans = if is_on { loans.pass(turn, |slot| plan.base(part, slot), port)? } else { None };
         let passed = match by_loans {
             Some(passed) => passed,
             None => {
-                if !plan.has_started() {
+                if is_on {
                     plan.start(part);
                 }
                 plan.pass(turn, news, port)?

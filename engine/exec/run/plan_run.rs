@@ -130,11 +130,6 @@ impl<B: Backend> PlanRun<B> {
         self.backend.begin(c);
     }
 
-    /// Whether the steps of the part are set up.
-    pub(super) fn has_started(&self) -> bool {
-        !self.steps.is_empty()
-    }
-
     /// Sets up the steps of a part. Allocates nothing once the vectors have grown.
     #[inline]
     pub(super) fn start(&mut self, part: &Part) {

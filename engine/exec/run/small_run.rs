@@ -15,7 +15,7 @@
 
 use super::{LinkUse, Turn};
 use crate::error::Error;
-use crate::exec::backend::{Agreement, Backend, Context, Lends, MAX_LENDERS, Slice, Slicing, StepState};
+use crate::exec::backend::{Agreement, Backend, Context, Lends, Slice, Slicing, StepState};
 use crate::exec::operation::Operation;
 use crate::exec::port::{Payload, Port};
 use crate::link::region::Slot;
@@ -77,16 +77,14 @@ fn number_of(messages: &[u32], i: usize) -> u32 {
 
 impl SmallRun {
     /// A run for the operation of this part, its only one, if it may be small. Its program is [stepwise](crate::plan::Program::stepwise), and of one step
-    /// unless all ranks share memory (`shares_memory`).
-    pub(super) fn new(c: Context<'_>, lends: &mut impl Lends, shares_memory: bool) -> Option<SmallRun> {
-        let program = c.program();
+    /// unless all ranks share memory.
+    pub(super) fn new(c: Context<'_>, lends: &mut impl Lends) -> Option<SmallRun> {
         let bytes = c.part.count.saturating_mul(c.part.dtype.size());
         if bytes > SMALL || c.factor().is_some() {
             return None;
         }
-        let lending = program.lending.as_ref().filter(|lending| lending.plan.size <= MAX_LENDERS);
-        let by_steps = lending.is_none_or(|lending| matches!(lends.begin(c, lending), Agreement::Steps));
-        by_steps.then_some(SmallRun { next: 0, held: 0, shares_memory })
+        let by_steps = matches!(lends.agreement(c), Agreement::Steps);
+        by_steps.then(|| SmallRun { next: 0, held: 0, shares_memory: lends.shares_memory() })
     }
 
     /// Does the next steps, as long as all that they receive is there.
@@ -140,8 +138,7 @@ impl SmallRun {
         match room {
             Room::Copied | Room::InSlot(..) => {}
             Room::NotYet if self.shares_memory => return Ok(Stepped::NotYet),
-            Room::NotYet => return Ok(Stepped::Irregular),
-            Room::NoSlot => return Ok(Stepped::Irregular),
+            Room::NotYet | Room::NoSlot => return Ok(Stepped::Irregular),
             Room::Unsuitable => return Ok(Stepped::Unsuitable),
         }
         if dst.is_some() {

@@ -79,7 +79,7 @@ fn operation_on(memory: &mut [u8], rank: Rank, kind: Kind, algo: Algo, number: u
 
 fn parts_and_port(rings: Rings) -> (Parts<Host, HostLoans>, Port) {
     let (rank, region) = (rings.rank, rings.regions[rings.rank].clone());
-    let parts = Parts::new(0, Host::new(usize::MAX), HostLoans::new(usize::MAX, true)).of_ranks(true);
+    let parts = Parts::new(0, Host::new(usize::MAX), HostLoans::new(usize::MAX, true));
     (parts, Port::new((rank, 2), 0, region, Arc::new(rings)))
 }
 
